@@ -1,0 +1,1 @@
+"""Which samples a window sees: order, grid, loader. Knows no ranks."""

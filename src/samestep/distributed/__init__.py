@@ -1,0 +1,1 @@
+"""Process group, collectives, gradient exchange. Knows no data."""

@@ -1,0 +1,1 @@
+"""What the numbers on the screen and in the ledger mean."""

@@ -1,0 +1,1 @@
+"""What happens to gradients and weights: finish, schedule, EMA."""

@@ -1,0 +1,1 @@
+"""Autocast policy and the loss scale."""

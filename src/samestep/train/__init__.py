@@ -1,0 +1,1 @@
+"""The run and its window: one optimizer step."""
