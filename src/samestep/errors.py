@@ -4,7 +4,7 @@ SamestepError
  +-- ConfigError      a setting that cannot be obeyed (also a ValueError)
  +-- DataError        a dataset, loader or batch that cannot be used (also a ValueError)
  +-- WindowError      calls on a window in an order that has no meaning (also a RuntimeError)
- +-- ModelError       a prepared model used past its wrapper, moved, cast, or with forbidden dtypes (also a RuntimeError)
+ +-- ModelError       a model used past its wrapper, moved, cast, or with forbidden dtypes (also a RuntimeError)
  +-- NonFiniteError   a loss, weight or gradient that is NaN or infinite (also an ArithmeticError)
  +-- CheckpointError  a checkpoint that is missing, damaged, or does not fit (also a RuntimeError)
  +-- RunDirError      a run directory that cannot be used (also an OSError)

@@ -1,0 +1,1 @@
+def match(saved, expected, **k): return saved

@@ -1,0 +1,256 @@
+"""Where a loader's micro-batches come from: an epoch cut into windows, and torch's DataLoader fetching a share of it."""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader
+
+from samestep.data.fetch import Collate, Fetcher, Request, seed_everything
+from samestep.data.grid import Grid
+from samestep.data.order import Order
+from samestep.errors import ConfigError, DataError
+from samestep.rng import Purpose, key, mix
+
+__all__ = ["BatchList", "Cut", "GridCut", "MapSource", "Plan", "Source"]
+
+_CHUNK = 1 << 16  # positions whose order is evaluated at once: big enough for numpy, small enough for the cache
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Plan:
+    """One window as one rank meets it."""
+
+    window: int
+    num_micro_batches: int
+    """M of this window, over all ranks."""
+    share: range
+    """The micro-batches of this rank; may be empty."""
+    sizes: list[int]
+    """Samples in each micro-batch of the share."""
+    digests: list[int]
+    """For each micro-batch of the share, a number below 2**52 made from (position, sample index) of its samples."""
+
+
+class Source(abc.ABC):
+    """An epoch of windows, from any window on, for any share."""
+
+    num_windows: int | None
+    """Windows an epoch has; None when only its end will tell."""
+    micro_batches: int
+    """M of a full window: the largest number of ranks that all have work."""
+    smallest_window: int
+    """M of the smallest window of an epoch (1 when unknown)."""
+
+    @abc.abstractmethod
+    def windows(
+        self, epoch: int, first: int, rank: int, world_size: int
+    ) -> Iterator[tuple[Plan, Iterator[Any]]]:
+        """Plans from window `first` on, each with an iterator that gives the share's batches, on the CPU."""
+
+    @abc.abstractmethod
+    def describe(self) -> dict[str, Any]:
+        """What a checkpoint keeps of it, and a restart compares."""
+
+
+class Cut(abc.ABC):
+    """How an epoch of a map-style dataset is cut into windows and micro-batches."""
+
+    num_windows: int
+    micro_batches: int
+    smallest_window: int
+
+    @abc.abstractmethod
+    def shares(
+        self, epoch: int, first: int, rank: int, world_size: int
+    ) -> Iterator[tuple[Plan, list[Request]]]:
+        """For each window from `first` on: the plan of a share and its requests."""
+
+    @abc.abstractmethod
+    def describe(self) -> dict[str, Any]:
+        """What a checkpoint keeps of it."""
+
+
+class GridCut(Cut):
+    """An order over samples, cut by a grid."""
+
+    def __init__(self, order: Order, grid: Grid) -> None:
+        self.order, self.grid = order, grid
+        self.num_windows, self.micro_batches = grid.num_windows, grid.micro_batches
+        self.smallest_window = grid.num_micro_batches(grid.num_windows - 1)
+
+    def shares(
+        self, epoch: int, first: int, rank: int, world_size: int
+    ) -> Iterator[tuple[Plan, list[Request]]]:
+        """See Cut. The order is evaluated for the share's own positions only, many windows at once."""
+        per_window = max(1, -(-self.grid.batch_size // world_size))
+        for start in range(first, self.num_windows, max(1, _CHUNK // per_window)):
+            stop = min(self.num_windows, start + max(1, _CHUNK // per_window))
+            yield from self._chunk(epoch, range(start, stop), rank, world_size)
+
+    def _chunk(
+        self, epoch: int, windows: range, rank: int, world_size: int
+    ) -> Iterator[tuple[Plan, list[Request]]]:
+        spans = []
+        for window in windows:
+            share = self.grid.share(window, rank, world_size)
+            spans.append((window, share, [self.grid.micro_batch(window, number) for number in share]))
+        ranges = [np.arange(span.start, span.stop) for _, _, cells in spans for span in cells]
+        positions = np.concatenate(ranges) if ranges else np.empty(0, np.int64)
+        indices = self.order.at(epoch, positions)
+        digests = _digests(positions, indices)
+        at = 0
+        for window, share, cells in spans:
+            requests, sums = [], []
+            for span in cells:
+                end = at + len(span)
+                requests.append(Request(epoch, span.start, indices[at:end]))
+                sums.append(int(digests[at:end].sum(dtype=np.uint64)) % (1 << 52))
+                at = end
+            sizes = [len(span) for span in cells]
+            yield Plan(window, self.grid.num_micro_batches(window), share, sizes, sums), requests
+
+    def describe(self) -> dict[str, Any]:
+        """The grid and the order's own description."""
+        return {"grid": self.grid.to_json(), "order": self.order.describe()}
+
+
+class BatchList(Cut):
+    """Batches made by a batch sampler, dealt whole: one batch is one micro-batch, weighted by its size.
+
+    Args:
+        batch_sampler: iterable of lists of indices; seeded by (seed, epoch) before each epoch, so that all ranks and a
+            restart draw the same list.
+        micro_batches: batches that make a window.
+        length: of the dataset.
+        seed: the run's seed.
+    """
+
+    def __init__(self, batch_sampler: Iterable[Sequence[int]], micro_batches: int, length: int, seed: int) -> None:
+        self._sampler, self.micro_batches, self._length, self._seed = batch_sampler, micro_batches, length, seed
+        if micro_batches < 1:
+            raise ConfigError(f"got micro_batches={micro_batches}", "a window has one or more", "pass 1 or more")
+        self.smallest_window = 1  # batch samplers may change their number of batches from epoch to epoch
+        self._made: tuple[int, list[np.ndarray]] | None = None
+        self.num_windows = -(-len(self._batches(0)) // micro_batches)
+        if self.num_windows == 0:
+            raise DataError("the batch sampler gave no batch", "an epoch has at least one", "check the sampler")
+
+    def _batches(self, epoch: int) -> list[np.ndarray]:
+        if self._made is None or self._made[0] != epoch:
+            if callable(getattr(self._sampler, "set_epoch", None)):
+                self._sampler.set_epoch(epoch)  # type: ignore[attr-defined]
+            seed_everything(key(self._seed, Purpose.SAMPLER, epoch))
+            batches = [np.asarray(batch, dtype=np.int64) for batch in self._sampler]
+            for number, batch in enumerate(batches):
+                if batch.ndim != 1 or not len(batch) or batch.min() < 0 or batch.max() >= self._length:
+                    raise DataError(
+                        f"batch {number} of the batch sampler is {batch.tolist()[:8]}",
+                        f"a batch is a non-empty list of indices in [0, {self._length})",
+                        "check the sampler",
+                    )
+            self._made = (epoch, batches)
+            self.num_windows = -(-len(batches) // self.micro_batches)
+        return self._made[1]
+
+    def shares(
+        self, epoch: int, first: int, rank: int, world_size: int
+    ) -> Iterator[tuple[Plan, list[Request]]]:
+        """See Cut."""
+        batches = self._batches(epoch)
+        starts = np.concatenate([[0], np.cumsum([len(batch) for batch in batches])])
+        for window in range(first, self.num_windows):
+            base = window * self.micro_batches
+            count = min(self.micro_batches, len(batches) - base)
+            share = split(count, rank, world_size)
+            numbers = [base + number for number in share]
+            requests = [Request(epoch, int(starts[number]), batches[number]) for number in numbers]
+            digests = [_digest(request) for request in requests]
+            yield Plan(window, count, share, [len(batches[number]) for number in numbers], digests), requests
+
+    def describe(self) -> dict[str, Any]:
+        """The window's number of batches and the sampler's type."""
+        return {"micro_batches": self.micro_batches, "sampler": type(self._sampler).__name__, "length": self._length}
+
+
+class MapSource(Source):
+    """A map-style dataset, cut into windows, fetched by torch's DataLoader.
+
+    Args:
+        dataset: map-style.
+        cut: how an epoch is cut.
+        seed: the run's seed.
+        collate_fn: as in DataLoader; None for torch's default.
+        options: further arguments of DataLoader (num_workers, pin_memory, prefetch_factor, ...).
+    """
+
+    def __init__(
+        self, dataset: Any, cut: Cut, seed: int, collate_fn: Callable[[Any], Any] | None, options: dict[str, Any]
+    ) -> None:
+        self.cut = cut
+        self.micro_batches, self.smallest_window = cut.micro_batches, cut.smallest_window
+        self._fetcher = Fetcher(dataset, seed, whole=collate_fn is None)
+        self._collate = Collate(collate_fn)
+        self._feed = _Feed()
+        self._engine: DataLoader[Any] | None = None
+        if options.get("num_workers", 0) or options.get("pin_memory"):
+            self._engine = DataLoader(
+                self._fetcher,  # type: ignore[arg-type]
+                batch_sampler=self._feed,  # type: ignore[arg-type]
+                collate_fn=self._collate,
+                generator=torch.Generator(),  # the engine's own draws must not touch the run's generators
+                **options,
+            )
+
+    @property
+    def num_windows(self) -> int:  # type: ignore[override]
+        """Windows an epoch has."""
+        return self.cut.num_windows
+
+    def windows(
+        self, epoch: int, first: int, rank: int, world_size: int
+    ) -> Iterator[tuple[Plan, Iterator[Any]]]:
+        """See Source."""
+        plans, ahead = itertools.tee(self.cut.shares(epoch, first, rank, world_size))
+        requests = itertools.chain.from_iterable(requests for _, requests in ahead)
+        if self._engine is None:
+            batches = (self._collate(self._fetcher.__getitems__(request)) for request in requests)
+        else:
+            self._feed.requests = requests
+            batches = iter(self._engine)
+        for plan, _ in plans:
+            yield plan, batches
+
+    def describe(self) -> dict[str, Any]:
+        """See Source."""
+        return self.cut.describe()
+
+
+class _Feed:
+    """What DataLoader takes as its batch sampler: the requests of the share that is being read."""
+
+    requests: Iterator[Request] = iter(())
+
+    def __iter__(self) -> Iterator[Request]:
+        return self.requests
+
+
+def split(count: int, part: int, parts: int) -> range:
+    """The `part`-th of `parts` contiguous pieces of range(count); earlier pieces are never smaller than later ones."""
+    return range(-(-count * part // parts), -(-count * (part + 1) // parts))
+
+
+def _digest(request: Request) -> int:
+    positions = np.arange(request.start, request.start + len(request.indices))
+    return int(_digests(positions, request.indices).sum(dtype=np.uint64)) % (1 << 52)
+
+
+def _digests(positions: np.ndarray, indices: np.ndarray) -> np.ndarray:
+    """One well-mixed 64-bit number for each (position, index); their sum tells which samples stood where."""
+    return mix(mix(indices, 1) ^ positions.astype(np.uint64), 2)

@@ -1,0 +1,180 @@
+"""The end of an optimizer step: from summed, scaled gradients to updated (or untouched) weights, in one pass."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch.optim import Optimizer
+
+from samestep.errors import ConfigError, ModelError
+from samestep.precision.scaler import LossScaler
+
+__all__ = ["Outcome", "check_clip", "finish", "total_norm"]
+
+_CLIP_EPSILON = 1e-6  # as in torch.nn.utils.clip_grad_norm_
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a finish decided. Tensors are 0-d and on the device: nothing here has waited for it."""
+
+    grad_norm: torch.Tensor
+    """fp64: the 2-norm of the true gradient, before clipping; non-finite where the gradient is."""
+    skipped: torch.Tensor
+    """fp32: 1 when the weights were left as they were, else 0."""
+    overflow: torch.Tensor
+    """fp32: 1 when the gradients as they stood were not finite, else 0; what the loss scale is updated by."""
+
+
+def check_clip(clip_norm: float | None, clip_value: float | None) -> None:
+    """Refuse limits that cannot be obeyed.
+
+    Raises:
+        ConfigError: for a limit that is not positive, or both at once.
+    """
+    for name, limit in (("clip_norm", clip_norm), ("clip_value", clip_value)):
+        if limit is not None and not limit > 0:
+            raise ConfigError(f"got {name}={limit!r}", "a limit is a positive number", "pass None for no clipping")
+    if clip_norm is not None and clip_value is not None:
+        raise ConfigError("got clip_norm and clip_value", "one of them limits a step", "leave one out")
+
+
+def finish(
+    optimizers: Sequence[Optimizer],
+    *,
+    divisor: torch.Tensor,
+    loss: torch.Tensor,
+    scaler: LossScaler | None,
+    clip_norm: float | None = None,
+    clip_value: float | None = None,
+) -> Outcome:
+    """Unscale, average, clip, and step or skip.
+
+    The gradients of all `optimizers` together are one vector: one norm, one decision. Unscaling, averaging and clipping
+    are ONE factor; fused optimizers take it as `grad_scale` together with `found_inf` and read the gradients once.
+    Others get a foreach multiply, and cost one host read of the decision. Gradients are equal on all ranks here, so
+    the decision is too.
+
+    Args:
+        optimizers: what to step.
+        divisor: 0-d fp64; the gradient is what stands in `.grad` divided by it (and by the loss scale).
+        loss: 0-d fp64; a non-finite one skips the update like a non-finite gradient.
+        scaler: the loss scale in use. It is not updated here: a window has one update of it, however many finishes.
+        clip_norm: largest 2-norm of the true gradient, or None. Source: Pascanu et al., "On the difficulty of training
+            recurrent neural networks", ICML 2013.
+        clip_value: largest absolute value of an element of the true gradient, or None.
+    """
+    grads = _gradients(optimizers)
+    values = [grad._values() if grad.is_sparse else grad for grad in grads]
+    scaled_norm = total_norm(values, divisor.device)
+    denominator = divisor if scaler is None else divisor * scaler.scale
+    grad_norm = scaled_norm / denominator
+    # A zero total weight gives 0/0 here: there is nothing to learn from such a window, so it is skipped too.
+    skipped = torch.isfinite(grad_norm + loss * 0).logical_not_().float()
+    if clip_norm is not None:
+        denominator = denominator / (clip_norm / (grad_norm + _CLIP_EPSILON)).clamp_(max=1.0)
+    grad_scale = denominator.float()
+    if clip_value is not None:
+        torch._foreach_div_(values, grad_scale)
+        torch._foreach_clamp_max_(values, clip_value)
+        torch._foreach_clamp_min_(values, -clip_value)
+        grad_scale = torch.ones_like(grad_scale)
+    _step(optimizers, values, grad_scale, skipped)
+    return Outcome(grad_norm, skipped, torch.isfinite(scaled_norm).logical_not_().float())
+
+
+def total_norm(grads: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
+    """The 2-norm of all gradients as one vector: 0-d fp64, non-finite only if an element is.
+
+    Squares of finite fp32 numbers can overflow fp32 (from about 1e19). CUDA sums in fp64 at the speed of memory; the
+    CPU sums in fp32, which is several times faster, and again in fp64 if the result is not finite.
+    """
+    if not grads:
+        return torch.zeros((), dtype=torch.float64, device=device)
+    if device.type == "cuda":
+        return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(grads, 2, dtype=torch.float64)))
+    norms = torch._foreach_norm(grads)
+    total = torch.linalg.vector_norm(torch.stack([norm.double() for norm in norms]))
+    if not torch.isfinite(total):
+        total = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(g.double()) for g in grads]))
+    return total
+
+
+def _gradients(optimizers: Iterable[Optimizer]) -> list[torch.Tensor]:
+    """Each distinct gradient once; sparse ones with duplicate rows summed, so that norms and limits see true values."""
+    grads: list[torch.Tensor] = []
+    seen: set[int] = set()
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            for param in group["params"]:
+                if param.grad is None or id(param) in seen:
+                    continue
+                seen.add(id(param))
+                if param.grad.is_sparse:
+                    param.grad = param.grad.coalesce()
+                grads.append(param.grad)
+    return grads
+
+
+def _step(
+    optimizers: Sequence[Optimizer], values: list[torch.Tensor], grad_scale: torch.Tensor, skipped: torch.Tensor
+) -> None:
+    fused = [optimizer for optimizer in optimizers if _takes_scale(optimizer)]
+    for optimizer in fused:
+        if _first_step_is_special(optimizer) and bool(skipped):
+            continue
+        optimizer.grad_scale = grad_scale  # type: ignore[attr-defined]
+        optimizer.found_inf = skipped  # type: ignore[attr-defined]
+        try:
+            optimizer.step()
+        finally:
+            del optimizer.grad_scale, optimizer.found_inf  # type: ignore[attr-defined]
+    others = [optimizer for optimizer in optimizers if not _takes_scale(optimizer)]
+    if not others or bool(skipped):
+        return
+    if fused:
+        # The fused kernels have divided their own gradients in place; only the rest is left to divide.
+        values = [g._values() if g.is_sparse else g for g in _gradients(others)]
+    torch._foreach_div_(values, grad_scale)
+    for optimizer in others:
+        optimizer.step()
+
+
+def _takes_scale(optimizer: Optimizer) -> bool:
+    """True for torch's fused Adam, AdamW, SGD and Adagrad: their kernels take `grad_scale` and `found_inf`."""
+    return getattr(optimizer, "_step_supports_amp_scaling", False)
+
+
+def _first_step_is_special(optimizer: Optimizer) -> bool:
+    """True when a skipped step would spoil state: fused SGD fills a missing momentum buffer even under found_inf."""
+    if not isinstance(optimizer, torch.optim.SGD):
+        return False
+    return any(
+        group["momentum"] and optimizer.state[param].get("momentum_buffer") is None
+        for group in optimizer.param_groups
+        for param in group["params"]
+        if param.grad is not None
+    )
+
+
+def check_optimizer(optimizer: Optimizer) -> None:
+    """Refuse optimizers that cannot take part in a window.
+
+    Raises:
+        ConfigError: for one that needs a closure.
+        ModelError: for one without parameters that train.
+    """
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise ConfigError(
+            "got an LBFGS optimizer",
+            "a window computes its gradient once, and LBFGS needs to compute it again through a closure",
+            "use another optimizer",
+        )
+    if not any(param.requires_grad for group in optimizer.param_groups for param in group["params"]):
+        raise ModelError(
+            f"got a {type(optimizer).__name__} without a parameter that requires a gradient",
+            "an optimizer steps at least one",
+            "unfreeze a parameter or leave the optimizer out",
+        )

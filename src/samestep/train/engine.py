@@ -1,0 +1,178 @@
+"""What the windows of a run share: its ranks, models, optimizers, counters, and the numbers still on their way."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+
+import torch
+from torch.optim import Optimizer
+
+from samestep.distributed.process_group import World
+from samestep.errors import NonFiniteError, RankError
+from samestep.monitor.record import Record
+from samestep.optim.ema import Ema
+from samestep.optim.schedule import Schedules
+from samestep.precision.policy import Policy
+from samestep.precision.scaler import LossScaler
+from samestep.train.buffers import Buffers
+from samestep.train.prepared import Prepared
+
+__all__ = ["Engine", "Pending", "to_device", "to_host"]
+
+
+@dataclasses.dataclass(slots=True)
+class Pending:
+    """A window whose numbers are on their way to the host."""
+
+    record: Record
+    numbers: torch.Tensor
+    """fp64 on the host: the window's statistics vector, then norm and skip of each finish, then the scale if any."""
+    arrived: torch.cuda.Event | None
+    identity: int
+    num_finishes: int
+
+
+class Engine:
+    """State shared by a run's windows. Owned by `samestep.Run`; users do not make one.
+
+    Args:
+        world: the ranks.
+        policy: the precision.
+        seed: the run's seed.
+        scaler: the loss scale, or None for precisions without one.
+        nonfinite: "raise" or "skip": what a window without a finite loss and gradient does, besides not updating.
+        max_skips: consecutive skipped windows after which the run gives up.
+    """
+
+    def __init__(
+        self, world: World, policy: Policy, seed: int, scaler: LossScaler | None, nonfinite: str, max_skips: int
+    ) -> None:
+        self.world, self.policy, self.seed, self.scaler = world, policy, seed, scaler
+        self.nonfinite, self.max_skips = nonfinite, max_skips
+        self.device = world.device
+        self.models: list[Prepared] = []
+        self.optimizers: list[Optimizer] = []
+        self.schedules = Schedules()
+        self.emas: list[Ema] = []
+        self.buffers = Buffers(world, [])
+        self.reference: float | None = None
+        """A typical weight, the same for the whole run and all ranks: backward divides by it, finish multiplies."""
+        self.reduction: str | None = None
+        """What the losses of this run are, "mean" or "sum"."""
+        self.step = 0
+        self.updates = 0
+        self.consecutive_skips = 0
+        self.skips = 0
+        self.samples = 0
+        self.on_record: list[Callable[[Record], None]] = []
+        self._pending: Pending | None = None
+        self.last_end: float | None = None
+
+    def models_of(self, optimizers: list[Optimizer]) -> list[Prepared]:
+        """The models that hold a parameter of these optimizers, in the order they were prepared."""
+        if len(optimizers) == len(self.optimizers):
+            return self.models
+        ids = {id(param) for opt in optimizers for group in opt.param_groups for param in group["params"]}
+        return [model for model in self.models if any(id(param) in ids for param in model.parameters())]
+
+    def post(self, pending: Pending) -> None:
+        """Take a finished window's numbers. On the CPU they are here already; on a GPU they are read a window late."""
+        self._pending = pending
+        if pending.arrived is None:
+            self.settle()
+
+    def settle(self) -> None:
+        """Act on the last window's numbers: advance schedules if it was applied, count, tell the listeners.
+
+        Raises:
+            NonFiniteError: by the run's policy.
+            RankError: when the ranks were not in the same window.
+        """
+        pending, self._pending = self._pending, None
+        if pending is None:
+            return
+        if pending.arrived is not None:
+            pending.arrived.synchronize()
+        record = pending.record
+        self._fill(pending)
+        if record.skipped:
+            self.skips += 1
+            self.consecutive_skips += 1
+        else:
+            self.updates += 1
+            self.consecutive_skips = 0
+            self.schedules.advance("window")
+        record.updates = self.updates
+        self.samples += record.samples
+        for listener in self.on_record:
+            listener(record)
+        if record.skipped and record.weight:
+            self._judge(record)
+
+    def _fill(self, pending: Pending) -> None:
+        """Put the arrived numbers into the record. The layout of the vector is `Window._send_statistics`'."""
+        record, m, world_size = pending.record, pending.record.micro_batches, self.world.size
+        numbers = pending.numbers.tolist()
+        weights, losses, digests, sizes = (numbers[i * m : (i + 1) * m] for i in range(4))
+        self._check_identities(numbers[4 * m : 4 * m + world_size], pending.identity)
+        if self.scaler is not None:
+            record.scale = numbers.pop()
+        decided = numbers[len(numbers) - 2 * pending.num_finishes :]
+        record.grad_norm = math.hypot(*decided[0::2])
+        record.skipped = any(decided[1::2])
+        record.weight = sum(weights)
+        record.loss = sum(losses)
+        if self.reduction != "sum":
+            weighted = sum(weight * loss for weight, loss in zip(weights, losses, strict=True))
+            record.loss = weighted / record.weight if record.weight else math.nan
+        record.samples = int(sum(sizes))
+        record.digest = f"{int(sum(digests)) % (1 << 52):013x}" if any(digests) else ""
+
+    def _check_identities(self, identities: list[float], mine: int) -> None:
+        if all(identity == mine for identity in identities):
+            return
+        places = ", ".join(
+            f"rank {rank} in window {int(identity) & 0xFFFFFFFF} of epoch {int(identity) >> 32}"
+            for rank, identity in enumerate(identities)
+        )
+        raise RankError(
+            f"the ranks stepped different windows: {places}",
+            "a loop that leaves a window out does so on all ranks",
+            "decide from values that all ranks share (run.mean), not from a rank's own",
+        )
+
+    def _judge(self, record: Record) -> None:
+        place = f"window {record.window} of epoch {record.epoch} (step {record.step})"
+        if self.nonfinite == "raise":
+            raise NonFiniteError(
+                f"loss {record.loss} and gradient norm {record.grad_norm} in {place}",
+                "with nonfinite='raise' a run stops at the first; the weights are those before this window",
+                "look at this window's samples and the learning rate, or pass Run(nonfinite='skip')",
+            )
+        if self.consecutive_skips >= self.max_skips:
+            scale = "" if record.scale is None else f", loss scale now {record.scale:g}"
+            raise NonFiniteError(
+                f"{self.consecutive_skips} windows in a row were skipped, the last is {place}: loss {record.loss}, "
+                f"gradient norm {record.grad_norm}{scale}",
+                f"a run gives up after max_skips={self.max_skips}",
+                "look for NaN in the data or an overflow in the model (run.fp32() around the layer)",
+            )
+
+
+def to_device(numbers: list[float], device: torch.device) -> torch.Tensor:
+    """Host numbers as an fp64 tensor on `device`, without waiting for it."""
+    tensor = torch.tensor(numbers, dtype=torch.float64)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
+
+
+def to_host(numbers: torch.Tensor) -> tuple[torch.Tensor, torch.cuda.Event | None]:
+    """`numbers` on the host and the event after which they have arrived (None: now)."""
+    if numbers.device.type != "cuda":
+        return numbers, None
+    host = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
+    host.copy_(numbers, non_blocking=True)
+    event = torch.cuda.Event()
+    event.record()
+    return host, event

@@ -1,0 +1,103 @@
+"""A run's directory and what main shows and writes: lock, ledger, display. The other ranks write nothing."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from pathlib import Path
+from typing import Any, TextIO
+
+import torch
+
+from samestep.config import RunConfig
+from samestep.distributed.collectives import broadcast_json
+from samestep.distributed.process_group import World
+from samestep.errors import RunDirError
+from samestep.monitor.console import Display
+from samestep.monitor.ledger import Ledger
+from samestep.precision.policy import Policy
+from samestep.train.engine import Engine
+
+__all__ = ["RunFiles"]
+
+
+class RunFiles:
+    """Open the run directory.
+
+    Raises:
+        RunDirError: on all ranks, when another run uses the directory or it cannot be written.
+    """
+
+    def __init__(self, config: RunConfig, world: World) -> None:
+        self._directory, self._world, self._resume = config.directory, world, config.resume
+        self.display = Display(config.progress and world.is_main, config.log_every)
+        self._lock: TextIO | None = None
+        self._ledger: Ledger | None = None
+        problem = self._claim_directory() if world.is_main and config.directory is not None else None
+        problem = broadcast_json(world, "run directory", problem)
+        if problem is not None:
+            raise RunDirError(*problem)
+
+    def _claim_directory(self) -> list[str] | None:
+        """Make and lock the directory; the three parts of an error message if that cannot be."""
+        assert self._directory is not None
+        try:
+            self._directory.mkdir(parents=True, exist_ok=True)
+            self._lock = (self._directory / ".lock").open("a")
+        except OSError as e:
+            return [f"cannot use {self._directory}: {e.strerror}", "a run writes into its directory", "pass another"]
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            self._lock.close()
+            self._lock = None
+            return [
+                f"{self._directory} is in use by another run",
+                "a directory holds one run at a time",
+                "wait for it to end, or pass another directory",
+            ]
+        if self._resume == "never":
+            self._set_earlier_aside(self._directory)
+        return None
+
+    def _set_earlier_aside(self, directory: Path) -> None:
+        """resume="never" starts anew; what an earlier run left is moved, never deleted."""
+        left = [path for name in ("checkpoints", "ledger.jsonl") if (path := directory / name).exists()]
+        if not left:
+            return
+        number = 1
+        while (aside := directory / f"earlier-{number}").exists():
+            number += 1
+        aside.mkdir()
+        for path in left:
+            os.rename(path, aside / path.name)
+        self.display.note(f"resume='never': the earlier run's files are now in {aside}")
+
+    def begin(self, resumed: bool, engine: Engine, policy: Policy) -> None:
+        """Open the ledger at the run's step, and say what was chosen."""
+        if not self._world.is_main:
+            return
+        if self._directory is not None:
+            self._ledger = Ledger(self._directory / "ledger.jsonl", engine.step if resumed else None)
+            engine.on_record.append(self._ledger.window)
+        engine.on_record.append(self.display.window)
+        self.event("start", step=engine.step, world_size=self._world.size, precision=policy.name, torch=torch.__version__)
+        where = f"{self._world.size} rank{'s' * (self._world.size > 1)} on {engine.device.type}"
+        self.display.note(f"{where}, precision {policy.name} ({policy.reason})")
+        if resumed:
+            self.display.note(f"continuing from step {engine.step}")
+
+    def event(self, kind: str, **fields: Any) -> None:
+        """Write an event to the ledger, on main."""
+        if self._ledger is not None:
+            self._ledger.event(kind, **fields)
+
+    def close(self) -> None:
+        """Close the ledger and free the directory."""
+        self.display.close()
+        if self._ledger is not None:
+            self._ledger.close()
+            self._ledger = None
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None

@@ -1,0 +1,546 @@
+"""The run: what a training script talks to. It owns everything around the loop; the loop stays the user's."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import types
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from samestep.config import RunConfig, refuse_unknown
+from samestep.data.build import LoaderSpec, make_source
+from samestep.data.fetch import seed_everything
+from samestep.distributed.collectives import gather_json, sum_numbers
+from samestep.distributed.exchange import Replica
+from samestep.distributed.process_group import World
+from samestep.errors import ConfigError, ModelError, RankError
+from samestep.monitor.meters import Mean
+from samestep.optim.ema import Ema
+from samestep.optim.finish import check_optimizer
+from samestep.optim.schedule import Every
+from samestep.precision.policy import choose_policy
+from samestep.precision.scaler import LossScaler
+from samestep.rng import Purpose, key
+from samestep.train.buffers import BufferRule, Buffers
+from samestep.train.engine import Engine
+from samestep.train.files import RunFiles
+from samestep.train.loader import Loader
+from samestep.train.prepared import Prepared, check_model, unwrap
+from samestep.train.saving import Saving, collect, parameter_names
+
+__all__ = ["Run"]
+
+
+class Run:
+    """A training run, as a context manager.
+
+    Example:
+        >>> import samestep, torch
+        >>> net = torch.nn.Linear(4, 2)
+        >>> data = torch.randn(10, 4), torch.randint(0, 2, (10,))
+        >>> with samestep.Run(precision="fp32", progress=False) as run:
+        ...     model, optimizer = run.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
+        ...     train = run.loader(data, batch_size=4, shuffle=True)
+        ...     for epoch in run.epochs(1):
+        ...         for window in train:
+        ...             for x, y in window:
+        ...                 window.backward(torch.nn.functional.cross_entropy(model(x), y))
+        ...             window.step(clip_norm=1.0)
+        >>> run.step
+        3
+
+    Args:
+        directory: where checkpoints and the ledger go; None writes nothing.
+        settings: the fields of `samestep.RunConfig`.
+
+    Raises:
+        ConfigError: for a setting that cannot be obeyed here.
+        RunDirError: for a directory that another run is using, or that cannot be written (on entry).
+        CheckpointError: when there is a checkpoint to continue and it cannot be (on entry).
+    """
+
+    def __init__(self, directory: str | os.PathLike[str] | None = None, **settings: Any) -> None:
+        refuse_unknown(settings)
+        self.config = RunConfig(directory=None if directory is None else Path(directory), **settings)
+        self.epoch = 0
+        self._entered = False
+        self._loaders: dict[str, Loader] = {}
+        self._registered: dict[str, Any] = {}
+
+    # Begin and end ----------------------------------------------------------------------------------------------------
+
+    def __enter__(self) -> Run:
+        config = self.config
+        if self._entered:
+            raise ConfigError("a Run was entered twice", "a Run is one run", "make a new Run")
+        self._entered = True
+        with contextlib.ExitStack() as stack:
+            self.world = World(config.device, config.timeout_s)
+            stack.callback(self.world.close)
+            self.device = self.world.device
+            self.policy = choose_policy(config.precision, self.device)
+            stack.enter_context(self.policy.matmul_mode())
+            self._check_same_config()
+            self.files = RunFiles(config, self.world)
+            stack.callback(self.files.close)
+            self.saving = Saving(config.directory, config, self.world, self.files.display.note)
+            self._engine = self._make_engine()
+            self.files.begin(self.saving.resumed, self._engine, self.policy)
+            seed_everything(key(config.seed, Purpose.MODEL), self.device)
+            self.epoch = int(self.saving.meta.get("position", {}).get("epoch", 0))
+            self._stack = stack.pop_all()
+        return self
+
+    def _make_engine(self) -> Engine:
+        config, scaler = self.config, None
+        if self.policy.scales_loss:
+            scaler = LossScaler(self.device, init_scale=config.init_scale, growth_interval=config.growth_interval)
+        nonfinite = config.nonfinite
+        if nonfinite == "auto":
+            nonfinite = "skip" if scaler is not None else "raise"
+        engine = Engine(self.world, self.policy, config.seed, scaler, nonfinite, config.max_skips)
+        self.saving.restore_engine(engine)
+        return engine
+
+    def _check_same_config(self) -> None:
+        mine = {name: value for name, value in self.config.to_json().items() if name != "device"}
+        for rank, theirs in enumerate(gather_json(self.world, "settings", mine)):
+            if theirs != mine:
+                name = next(name for name in mine if theirs[name] != mine[name])
+                raise RankError(
+                    f"{name} is {mine[name]!r} on rank {self.rank} and {theirs[name]!r} on rank {rank}",
+                    "all ranks have the same settings",
+                    "start every rank with the same arguments",
+                )
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: types.TracebackType | None
+    ) -> None:
+        try:
+            if error is None:
+                self._engine.settle()
+        finally:
+            first = self._first_failure(error) if error is not None else None
+            self._stack.close()
+            self._entered = False
+        if first is not None:
+            raise RankError(first, "this rank stops with it") from None
+        if isinstance(error, Exception) and self.world_size > 1:
+            error.add_note(f"(on rank {self.rank} of {self.world_size})")
+
+    def _first_failure(self, error: BaseException) -> str | None:
+        """Tell the other ranks why this one ends; what another rank said before, when this error only follows from it."""
+        said = self.world.heard("samestep/failed")
+        if said is None:
+            self.world.announce("samestep/failed", f"rank {self.rank} failed first: {type(error).__name__}: {error}")
+            return None
+        follows = isinstance(error, RuntimeError) and "samestep" not in type(error).__module__
+        return said if follows and not said.startswith(f"rank {self.rank} ") else None
+
+    # Who and where ----------------------------------------------------------------------------------------------------
+
+    @property
+    def rank(self) -> int:
+        """Global number of this rank."""
+        return self.world.rank
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return self.world.size
+
+    @property
+    def is_main(self) -> bool:
+        """True on global rank 0, on one rank of the whole run."""
+        return self.world.is_main
+
+    @property
+    def step(self) -> int:
+        """Windows finished since the run's first start, skipped ones included."""
+        return self._engine.step
+
+    @property
+    def updates(self) -> int:
+        """Updates applied since the run's first start. On a GPU the last window may still be on its way."""
+        return self._engine.updates
+
+    @property
+    def samples(self) -> int:
+        """Samples used by this start of the run, over all ranks."""
+        return self._engine.samples
+
+    @property
+    def skips(self) -> int:
+        """Windows skipped for a non-finite loss or gradient."""
+        return self._engine.skips
+
+    @property
+    def loss_scale(self) -> float | None:
+        """fp16's loss scale; None for other precisions. Waits for the device."""
+        return None if self._engine.scaler is None else float(self._engine.scaler.scale)
+
+    @property
+    def resumed(self) -> bool:
+        """Whether this run continues a checkpoint."""
+        return self.saving.resumed
+
+    # Prepare ----------------------------------------------------------------------------------------------------------
+
+    def prepare(
+        self,
+        *things: Any,
+        schedule_every: Every = "window",
+        find_unused_parameters: bool = False,
+        static_graph: bool = False,
+        bucket_cap_mb: float | None = None,
+        buffers: Mapping[str, BufferRule] | None = None,
+    ) -> Any:
+        """Take models, optimizers and schedules over; restore them when the run continues a checkpoint.
+
+        Args:
+            things: modules, optimizers and schedules, in any order and number.
+            schedule_every: when schedules advance: "window" (with each applied update), "epoch", or "manual".
+            find_unused_parameters: as in DistributedDataParallel.
+            static_graph: as in DistributedDataParallel.
+            bucket_cap_mb: as in DistributedDataParallel.
+            buffers: {buffer name: "mean" | "last" | function} for buffers that training changes.
+
+        Returns:
+            The prepared things in the order given; one thing alone, not in a tuple.
+
+        Raises:
+            ModelError: for a model that cannot be prepared, or an optimizer of parameters that belong to no prepared one.
+            ConfigError: for anything that is none of the three.
+        """
+        self._check_entered("prepare")
+        prepared: dict[int, Any] = {}
+        for thing in things:
+            if isinstance(thing, nn.Module):
+                options = {
+                    "find_unused_parameters": find_unused_parameters,
+                    "static_graph": static_graph,
+                    "bucket_cap_mb": bucket_cap_mb,
+                }
+                prepared[id(thing)] = self._prepare_model(thing, options)
+        for thing in (thing for thing in things if isinstance(thing, Optimizer)):
+            self._prepare_optimizer(thing)
+        for thing in (thing for thing in things if isinstance(thing, LRScheduler)):
+            self._prepare_schedule(thing, schedule_every)
+        for thing in things:
+            if not isinstance(thing, nn.Module | Optimizer | LRScheduler):
+                raise ConfigError(
+                    f"got {type(thing).__name__} to prepare",
+                    "prepare takes modules, optimizers and learning-rate schedules",
+                    "data goes to run.loader, other objects with a state_dict to run.register",
+                )
+        self._rules = {**getattr(self, "_rules", {}), **(buffers or {})}
+        modules = [unwrap(model.module) for model in self._engine.models]
+        self._engine.buffers = Buffers(self.world, modules, self._rules)
+        results = tuple(prepared.get(id(thing), thing) for thing in things)
+        return results[0] if len(results) == 1 else results
+
+    def _prepare_model(self, module: nn.Module, options: dict[str, Any]) -> Prepared:
+        check_model(module, self.policy)
+        engine, number = self._engine, len(self._engine.models)
+        module.to(self.device)
+        replica = Replica(self.world, module, group=self.world.group_for_model(number), **options)
+        model = Prepared(module, replica, self.policy)
+        self.saving.restore_model(number, model)
+        engine.models.append(model)
+        return model
+
+    def _prepare_optimizer(self, optimizer: Optimizer) -> None:
+        check_optimizer(optimizer)
+        engine = self._engine
+        names = parameter_names(engine.models)
+        for group in optimizer.param_groups:
+            for param in group["params"]:
+                if id(param) not in names:
+                    raise ModelError(
+                        f"{type(optimizer).__name__} holds a parameter of shape {tuple(param.shape)} of no prepared model",
+                        "gradients meet over the ranks for prepared models only",
+                        "prepare the model that it belongs to, in the same call or before",
+                    )
+        self.saving.restore_optimizer(len(engine.optimizers), optimizer, names)
+        engine.optimizers.append(optimizer)
+
+    def _prepare_schedule(self, schedule: LRScheduler, every: Every) -> None:
+        schedules = self._engine.schedules
+        number = len(list(schedules))
+        schedules.add(schedule, every)
+        if self.saving.restore(f"schedule{number}", schedule):
+            schedules.restored(schedule)
+
+    def ema(self, model: Prepared, decay: float) -> Ema:
+        """An exponential moving average of a prepared model's weights; it advances with applied updates and is saved."""
+        self._check_entered("ema")
+        ema = Ema(model, decay)
+        self.saving.restore(f"ema{len(self._engine.emas)}", ema)
+        self._engine.emas.append(ema)
+        return ema
+
+    def register(self, name: str, thing: Any) -> Any:
+        """Save `thing` (state_dict and load_state_dict; plain values and tensors) with each checkpoint; restore it now."""
+        self._check_entered("register")
+        if name in self._registered or not (hasattr(thing, "state_dict") and hasattr(thing, "load_state_dict")):
+            raise ConfigError(
+                f"got register({name!r}, {type(thing).__name__})",
+                "a name is used once, for an object with state_dict() and load_state_dict()",
+                "rename it, or give it the two methods",
+            )
+        self.saving.restore(f"user/{name}", thing)
+        self._registered[name] = thing
+        return thing
+
+    def loader(
+        self,
+        data: Any,
+        *,
+        batch_size: int | None = None,
+        micro_batch_size: int | None = None,
+        micro_batches: int | None = None,
+        shuffle: bool = False,
+        weights: Sequence[float] | None = None,
+        num_draws: int | None = None,
+        sampler: Any = None,
+        batch_sampler: Any = None,
+        drop_last: bool = False,
+        collate_fn: Callable[[Any], Any] | None = None,
+        pin_memory: bool | None = None,
+        name: str | None = None,
+        **options: Any,
+    ) -> Loader:
+        """An epoch of windows over `data`: each sample once, the same global batches on any number of ranks.
+
+        Args:
+            data: a map-style dataset, tensors or arrays of equal length, or a torch DataLoader, whose dataset, order,
+                collate_fn and workers are kept and whose batch_size is taken as the global one.
+            batch_size: samples of one optimizer step over all ranks.
+            micro_batch_size: samples of one forward; None: one micro-batch a rank at the first start, then as recorded.
+            micro_batches: instead of micro_batch_size: how many make a window.
+            shuffle: a new order each epoch, a function of (seed, epoch).
+            weights: draw samples with replacement, in proportion to these.
+            num_draws: draws an epoch with `weights`; None: the dataset's length.
+            sampler: an order of your own; drawn whole on each rank with keyed seeds.
+            batch_sampler: micro-batches of your own, dealt whole to the ranks and weighted by size.
+            drop_last: leave the short last window out.
+            collate_fn: as in DataLoader.
+            pin_memory: None: on a GPU.
+            name: of the loader's position in the checkpoint; None: "loader" and a number.
+            options: num_workers, prefetch_factor, timeout, worker_init_fn, multiprocessing_context of DataLoader.
+
+        Raises:
+            ConfigError, DataError: for settings or data that cannot be used.
+            CheckpointError: when the run continues a checkpoint and this would change the rest of its epoch.
+        """
+        self._check_entered("loader")
+        name = name or f"loader{len(self._loaders)}"
+        if name in self._loaders:
+            raise ConfigError(f"got a second loader named {name!r}", "a name is used once", "pass another name=")
+        spec = LoaderSpec(
+            data=data,
+            batch_size=batch_size,
+            micro_batch_size=micro_batch_size,
+            micro_batches=micro_batches if micro_batch_size is not None else micro_batches or self.config.micro_batches,
+            shuffle=shuffle,
+            weights=weights,
+            num_draws=num_draws,
+            sampler=sampler,
+            batch_sampler=batch_sampler,
+            drop_last=drop_last,
+            collate_fn=collate_fn,
+            pin_memory=pin_memory,
+            options=options,
+        )
+        saved = self.saving.meta.get("loaders", {}).get(name)
+        source = make_source(
+            spec,
+            seed=self.config.seed,
+            world_size=self.world_size,
+            device=self.device,
+            recorded=saved["source"] if saved else None,
+        )
+        loader = Loader(self._engine, source, name, self._after_window)
+        if saved:
+            loader.set_position(*saved["position"])
+        self._loaders[name] = loader
+        return loader
+
+    # The loop ---------------------------------------------------------------------------------------------------------
+
+    def epochs(self, num_epochs: int) -> Iterator[int]:
+        """The epochs still to do, up to `num_epochs` in all; a restart continues in the middle of the one it stopped in."""
+        self._check_entered("epochs")
+        if isinstance(num_epochs, bool) or not isinstance(num_epochs, int) or num_epochs < 0:
+            raise ConfigError(f"got epochs({num_epochs!r})", "it is a whole number, 0 or more", "pass 10")
+        self._check_restored()
+        self.files.display.num_epochs = num_epochs
+        for epoch in range(self.epoch, num_epochs):
+            self.epoch = epoch
+            for loader in self._loaders.values():
+                loader.begin_epoch(epoch)
+            yield epoch
+            self._engine.settle()
+            self._engine.schedules.advance("epoch")
+            self.epoch = epoch + 1
+            for loader in self._loaders.values():
+                loader.begin_epoch(epoch + 1)
+            self.save()
+
+    def _check_restored(self) -> None:
+        self.saving.check_all_claimed()
+        missing = self.saving.meta.get("loaders", {}).keys() - self._loaders.keys()
+        if missing:
+            raise ConfigError(
+                f"the checkpoint is in the middle of {', '.join(sorted(missing))}, which this script did not make",
+                "a restart makes the same loaders",
+                "create them before run.epochs",
+            )
+
+    def _after_window(self) -> None:
+        every = self.config.save_every
+        if every is not None and self._engine.step % every == 0:
+            self.save()
+
+    def save(self) -> Path | None:
+        """Write a checkpoint now, at a window boundary; the path. Safe to call on all ranks, or on main alone.
+
+        On the other ranks it returns when main's is written.
+
+        Raises:
+            CheckpointError: when it cannot be written; earlier ones stay whole.
+            RankError: on another rank, when main never saves at this step.
+        """
+        self._check_entered("save")
+        if self.config.directory is None:
+            return None
+        self._engine.settle()
+        position = {"epoch": self.epoch}
+        trained = {name: loader for name, loader in self._loaders.items() if loader.trained}
+        meta = {
+            "position": position,
+            "loaders": {
+                name: {"position": list(loader.position), "source": loader.source.describe()}
+                for name, loader in trained.items()
+            },
+            "config": self.config.to_json(),
+            "precision": self.policy.name,
+            "world_size": self.world_size,
+        }
+        state = collect(self._engine, self._registered) if self.is_main else {}
+        path = self.saving.save(state, meta, self._engine.step)
+        self.files.event("checkpoint", step=self._engine.step, path=str(path))
+        return path
+
+    def evaluate(self, loader: Loader) -> Iterator[Any]:
+        """This rank's batches of one pass over `loader`, each sample on exactly one rank, models in eval mode.
+
+        Gradients are off, nothing is communicated, and modes and random states are as before when it ends.
+        """
+        self._check_entered("evaluate")
+        models = self._engine.models
+        modes = [[module.training for module in model.modules()] for model in models]
+        before, grad = torch.default_generator.get_state(), torch.is_grad_enabled()
+        for model in models:
+            model.eval()
+        torch.set_grad_enabled(False)
+        try:
+            yield from loader.evaluate()
+        finally:
+            torch.set_grad_enabled(grad)
+            torch.default_generator.set_state(before)
+            for model, flags in zip(models, modes, strict=True):
+                model.training = flags[0]
+                for module, flag in zip(model.modules(), flags, strict=True):
+                    module.training = flag
+
+    # Numbers and words ------------------------------------------------------------------------------------------------
+
+    def mean(self, value: float | torch.Tensor | Mean, weight: float | torch.Tensor = 1.0) -> float:
+        """The weighted mean over all ranks: sum(value * weight) / sum(weight). A collective; NaN without any weight."""
+        if not isinstance(value, Mean):
+            mean = Mean()
+            mean.add(value, weight)
+            value = mean
+        total, weights = sum_numbers(self.world, list(value.sums()))
+        return total / weights if weights else float("nan")
+
+    def log(self, **values: float | torch.Tensor | Mean) -> dict[str, float]:
+        """Record named numbers once, at this step; what was recorded. All ranks call it.
+
+        A `samestep.Mean` is reduced over the ranks exactly. A plain number must be the same on all ranks.
+
+        Raises:
+            RankError: for a plain number that differs between ranks.
+        """
+        plain = {name: float(value) for name, value in values.items() if not isinstance(value, Mean)}
+        sums = {name: list(value.sums()) for name, value in values.items() if isinstance(value, Mean)}
+        everyone = gather_json(self.world, "log", [{name: repr(value) for name, value in plain.items()}, sums])
+        for rank, (theirs, _) in enumerate(everyone):
+            for name, value in plain.items():
+                if theirs.get(name) != repr(value):
+                    raise RankError(
+                        f"{name} is {value} on rank {self.rank} and {theirs.get(name)} on rank {rank}",
+                        "a plain number is recorded once, so it is the same on all ranks",
+                        "pass a samestep.Mean, which is reduced over the ranks",
+                    )
+        numbers = {**_reduced([means for _, means in everyone]), **plain}
+        self._engine.settle()
+        self.files.event("log", epoch=self.epoch, step=self._engine.step, **numbers)
+        text = "  ".join(f"{name} {number:.4g}" for name, number in numbers.items())
+        self.files.display.note(f"epoch {self.epoch}  {text}")
+        return numbers
+
+    def print(self, *values: object) -> None:
+        """Print once, on main."""
+        if self.is_main:
+            self.files.display.print(*values)
+
+    @contextlib.contextmanager
+    def main_first(self) -> Iterator[bool]:
+        """Main runs the block first, however long it takes; the others wait, then run it too. Gives `is_main`.
+
+        For downloads, tokenising, caches: the others find the result. An exception on main ends all ranks.
+        """
+        self._check_entered("main_first")
+        waiting = self.world.waiting
+        if not self.is_main:
+            self._raise_if(gather_json(self.world, "main_first", None, waiting)[0])
+            yield False
+            return
+        try:
+            yield True
+        except BaseException as e:
+            gather_json(self.world, "main_first", f"{type(e).__name__}: {e}", waiting)
+            raise
+        gather_json(self.world, "main_first", None, waiting)
+
+    def _raise_if(self, failure: str | None) -> None:
+        if failure is not None:
+            raise RankError(f"main's preparation failed: {failure}", "the others do not go on without it")
+
+    def autocast(self) -> contextlib.AbstractContextManager[Any]:
+        """The run's autocast, for computation outside the prepared models (which have it already)."""
+        return self.policy.autocast()
+
+    def fp32(self) -> contextlib.AbstractContextManager[Any]:
+        """A region without autocast, inside or outside a model; cast its inputs with `.float()`."""
+        return self.policy.fp32()
+
+    def _check_entered(self, what: str) -> None:
+        if not self._entered:
+            raise ConfigError(f"run.{what} outside the run", "a Run is a context manager", "with samestep.Run() as run:")
+
+
+def _reduced(everyone: list[dict[str, list[float]]]) -> dict[str, float]:
+    """The weighted means by name; a rank that had no batch of a metric does not know its name."""
+    names = {name: None for means in everyone for name in means}
+    totals = {name: [sum(means.get(name, (0.0, 0.0))[i] for means in everyone) for i in (0, 1)] for name in names}
+    return {name: total / weight if weight else float("nan") for name, (total, weight) in totals.items()}

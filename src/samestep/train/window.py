@@ -1,0 +1,352 @@
+"""ONE OPTIMIZER STEP, from top to bottom: a window opens, its micro-batches go forward and backward, it steps.
+
+The order of this file is the order of the stages:
+  1. open         forget old gradients, remember the opening buffers
+  2. micro-batch  say whether this one exchanges, seed dropout, hand out the batch
+  3. backward     loss x weight / reference x scale; the last one sends the statistics and exchanges the gradients
+  4. step         everyone has exchanged -> divide by the global weight, unscale, clip, step or skip -> EMA, buffers
+  5. close        update the scale, count, and let the numbers start their way to the host
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any, Literal
+
+import torch
+from torch.optim import Optimizer
+
+from samestep.data.fetch import seed_everything
+from samestep.data.source import Plan
+from samestep.distributed.collectives import broadcast_json, start_sum
+from samestep.errors import WindowError
+from samestep.monitor.record import Record
+from samestep.optim.finish import Outcome, check_clip, finish
+from samestep.rng import Purpose, key
+from samestep.train.checks import check_loss, check_step, checked_weight
+from samestep.train.engine import Engine, Pending, to_device, to_host
+
+__all__ = ["Reduction", "Window"]
+
+Reduction = Literal["mean", "sum"]
+
+
+class Window:
+    """One optimizer step. A loader makes it; iterate it for this rank's micro-batches, then call `step`.
+
+    Attributes:
+        epoch: the epoch's number.
+        number: the window's number in its epoch.
+        num_micro_batches: over all ranks.
+        share: numbers of this rank's micro-batches; may be empty.
+    """
+
+    def __init__(self, engine: Engine, epoch: int, plan: Plan, batches: Iterator[Any]) -> None:
+        self.engine, self.epoch, self.number = engine, epoch, plan.window
+        self.num_micro_batches, self.share = plan.num_micro_batches, plan.share
+        self.closed = self.phase_open = False
+        self.current: int | None = None
+        self.backwards = 0
+        self._plan, self._batches = plan, batches
+        self._kept: list[Any] = []
+        self._fetched = 0
+        self._stepped = 0
+        self._outcomes: list[Outcome] = []
+        self._data_seconds = 0.0
+
+    # 1. open ----------------------------------------------------------------------------------------------------------
+
+    def _open(self, optimizers: list[Optimizer]) -> None:
+        engine = self.engine
+        if not engine.optimizers:
+            raise WindowError("a window was used before run.prepare", "prepare comes first", "call run.prepare")
+        if self.closed or self.phase_open:
+            raise WindowError(
+                "a window was iterated " + ("after its step" if self.closed else "twice without a step"),
+                "a pass over the micro-batches ends with step()",
+                "call window.step(), or take the next window",
+            )
+        self._optimizers, self._models = optimizers, engine.models_of(optimizers)
+        for model in self._models:
+            model.check_unmoved()
+            model.replica.rewrap_if_unfrozen()
+            model.replica.drop_gradients()
+            model.live = True
+        engine.buffers.open()
+        self._weights: list[float | torch.Tensor] = [0.0] * len(self.share)
+        self._losses: list[torch.Tensor | None] = [None] * len(self.share)
+        self._done = [False] * len(self.share)
+        self._forwards_at_open = [model.forwards for model in self._models]
+        self._vector: torch.Tensor | None = None
+        self.backwards, self.current, self.phase_open = 0, None, True
+
+    # 2. micro-batches -------------------------------------------------------------------------------------------------
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._micro_batches(self.engine.optimizers, 0)
+
+    def phase(self, *optimizers: Optimizer) -> Iterator[Any]:
+        """The same micro-batches, for one of several optimizers (a GAN's two): the next backward and step are for it.
+
+        Each phase has random numbers of its own and its own `step()`; the loss scale is updated once a window.
+        """
+        numbers = [i for i, opt in enumerate(self.engine.optimizers) if any(opt is other for other in optimizers)]
+        if not optimizers or len(numbers) != len(optimizers):
+            raise WindowError("got a phase for an optimizer that was not prepared", "run.prepare comes first")
+        return self._micro_batches([self.engine.optimizers[i] for i in numbers], 1 + numbers[0])
+
+    def _micro_batches(self, optimizers: list[Optimizer], phase: int) -> Iterator[Any]:
+        self._open(optimizers)
+        engine = self.engine
+        for k, number in enumerate(self.share):
+            batch = self._batch(k)
+            for model in self._models:
+                model.replica.sync(number == self.share[-1])
+            seed = key(engine.seed, Purpose.MICRO_BATCH, self.epoch, self.number, number, phase)
+            seed_everything(seed, engine.device)
+            self.current, self.forwards_before = k, self.forwards()
+            yield batch
+            self._leave()
+
+    def _batch(self, k: int) -> Any:
+        if k < len(self._kept):
+            return self._kept[k]
+        start = time.perf_counter()
+        batch = next(self._batches)
+        self._data_seconds += time.perf_counter() - start
+        self._fetched += 1
+        if len(self.engine.optimizers) > 1:  # another phase may want it again
+            self._kept.append(batch)
+        return batch
+
+    def _leave(self) -> None:
+        """The current micro-batch is over: keep what it left in the buffers, go back to the window's opening values."""
+        if self.current is not None:
+            weight = self._weights[self.current]
+            self.engine.buffers.leave(self.share[self.current], keep=isinstance(weight, torch.Tensor) or weight > 0)
+            self.current = None
+
+    def forwards(self) -> int:
+        """Forwards of all prepared models so far that could train."""
+        return sum(model.forwards for model in self.engine.models)
+
+    def had_backward(self, k: int) -> bool:
+        """Whether the share's k-th micro-batch has had its backward."""
+        return self._done[k]
+
+    # 3. backward ------------------------------------------------------------------------------------------------------
+
+    def backward(
+        self, loss: torch.Tensor, *, weight: float | torch.Tensor | None = None, reduction: Reduction = "mean"
+    ) -> None:
+        """Add this micro-batch's part of the window's gradient.
+
+        Over the window and all ranks the gradient is sum(weight * grad) / sum(weight) for reduction="mean", and
+        sum(grad) for reduction="sum".
+
+        Args:
+            loss: one number that requires a gradient: the mean (or sum) over this micro-batch's terms.
+            weight: how many terms it is over: samples, or valid tokens. None: the samples of the micro-batch. A
+                micro-batch of weight 0 is left out, its loss may be NaN. A tensor on a GPU stays there; its zero gives
+                a zero gradient, not no gradient.
+            reduction: which of the two `loss` is; the same in the whole run.
+
+        Raises:
+            WindowError: outside a micro-batch, twice in one, or for a loss that is not one number with a gradient.
+            ModelError: for a loss computed past the prepared model.
+            NonFiniteError: for a weight that is NaN, infinite or negative.
+        """
+        engine, k = self.engine, check_loss(self, loss, reduction)
+        weight = checked_weight(self, self._plan.sizes[k] if weight is None else weight)
+        self._weights[k], self._done[k] = weight, True
+        self.backwards += 1
+        reference = self._reference(weight, reduction)
+        if isinstance(weight, torch.Tensor):
+            loss = torch.where(weight > 0, loss, torch.zeros_like(loss))
+        elif weight == 0:
+            return  # 0 x NaN is NaN: leave it out; step() sees to the exchange
+        self._losses[k] = loss.detach()
+        if k == len(self.share) - 1:
+            self._send_statistics()
+        factor = 1.0 if reduction == "sum" else weight / reference
+        if isinstance(factor, torch.Tensor) or factor != 1.0:
+            loss = loss * factor
+        if engine.scaler is not None:
+            loss = loss * engine.scaler.scale
+        loss.backward()  # type: ignore[no-untyped-call]
+
+    def _reference(self, weight: float | torch.Tensor, reduction: str) -> float:
+        """A typical weight (main's first): dividing by it keeps gradients near their usual size.
+
+        A raw count of 4,096 tokens as a factor would cost fp16 twelve windows until the loss scale has come down.
+        """
+        engine = self.engine
+        if engine.reference is None:
+            agreed = broadcast_json(engine.world, "reference weight", [float(weight) or 1.0, reduction])
+            engine.reference, engine.reduction = float(agreed[0]), agreed[1]
+        return engine.reference
+
+    def _send_statistics(self) -> None:
+        """Start adding the statistics vector over the ranks: it travels while the last backward runs.
+
+        Each slot is written by one rank and is zero on the others, so the sum has the same bits on any number of ranks.
+        Layout, M numbers each: weights, losses, sample digests, sizes; then one identity a rank; then, for each model,
+        the number of its forwards in this window.
+        """
+        engine, m, base = self.engine, self.num_micro_batches, self.share.start
+        numbers = [0.0] * (4 * m + engine.world.size + len(self._models))
+        for k, weight in enumerate(self._weights):
+            numbers[base + k] = 0.0 if isinstance(weight, torch.Tensor) else weight
+            numbers[2 * m + base + k] = self._plan.digests[k]
+            numbers[3 * m + base + k] = self._plan.sizes[k]
+        numbers[4 * m + engine.world.rank] = self._identity
+        for i, (model, before) in enumerate(zip(self._models, self._forwards_at_open, strict=True)):
+            numbers[4 * m + engine.world.size + i] = model.forwards - before
+        vector = to_device(numbers, engine.device)
+        for k, (weight, loss) in enumerate(zip(self._weights, self._losses, strict=True)):
+            if isinstance(weight, torch.Tensor):
+                vector[base + k] = weight
+            if loss is not None:
+                vector[m + base + k] = loss.reshape(())
+        self._vector, self._sending = vector, start_sum(engine.world, vector)
+
+    # 4. step ----------------------------------------------------------------------------------------------------------
+
+    def step(self, *, clip_norm: float | None = None, clip_value: float | None = None) -> None:
+        """Finish the window: one update with the window's mean gradient, or none if it is not finite.
+
+        Every rank calls it once a window (once a phase), whatever its share.
+
+        Args:
+            clip_norm: largest 2-norm of the gradient of all stepped parameters together, or None.
+            clip_value: largest absolute value of one element of it, or None.
+
+        Raises:
+            ConfigError: for a limit that is not positive, or both.
+            WindowError: without a backward although this rank has micro-batches, or inside an open autocast.
+        """
+        check_clip(clip_norm, clip_value)
+        check_step(self)
+        engine, m = self.engine, self.num_micro_batches
+        vector = self._exchanged()
+        weights, losses = vector[:m], vector[m : 2 * m]
+        total = weights.sum()
+        if engine.reduction == "sum":
+            loss, divisor = losses.sum(), total / total  # 1, or NaN for a window without any term: skipped
+        else:
+            loss, divisor = torch.dot(weights, losses) / total, total / engine.reference
+        engine.settle()  # on a GPU: learn whether the last window was applied, so that this one has its rate
+        self._rates = [float(group["lr"]) for opt in self._optimizers for group in opt.param_groups]
+        outcome = finish(
+            self._optimizers, divisor=divisor, loss=loss, scaler=engine.scaler, clip_norm=clip_norm, clip_value=clip_value
+        )
+        for ema in engine.emas:
+            ema.update(outcome.skipped)
+        engine.buffers.close(m, weights, outcome.skipped)
+        for model in self._models:
+            model.live = False
+        self.phase_open = False
+        self._outcomes.append(outcome)
+        self._stepped += len(self._optimizers)
+        if self._stepped >= len(engine.optimizers):
+            self.close()
+
+    def _exchanged(self) -> torch.Tensor:
+        """Make sure that this rank took part in each exchange of the window; the summed statistics vector."""
+        engine = self.engine
+        self._leave()
+        self._reference(1.0, "mean")
+        if self._vector is None:
+            self._send_statistics()
+        vector = self._vector
+        assert vector is not None
+        extra = [i for i, model in enumerate(self._models) if model.replica.contribute_nothing()]
+        if self._sending is not None:
+            self._sending.wait()
+        for i in extra:
+            # If nobody used this model its gradients are zeros by now, and weight decay would move it.
+            if not vector[4 * self.num_micro_batches + engine.world.size + i]:
+                self._models[i].replica.drop_gradients()
+        return vector
+
+    # 5. close ---------------------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """End the window. `step` does it, or the loader when the loop stepped fewer optimizers, or none."""
+        if self.closed:
+            return
+        self.closed = True
+        engine = self.engine
+        for _ in range(len(self.share) - self._fetched):
+            next(self._batches)  # what the loop left unread belongs to this window, not to the next
+        if self.phase_open:
+            for model in self._models:
+                model.live = False
+            if self.backwards:
+                raise WindowError(
+                    f"window {self.number} of epoch {self.epoch} had backward() but no step()",
+                    "each window with a backward is stepped",
+                    "call window.step() after the loop over the window",
+                )
+        engine.step += 1
+        if not self._stepped:
+            return  # the loop left the window out: no update, and the run goes on behind it
+        if engine.scaler is not None:
+            overflow = self._outcomes[0].overflow
+            for outcome in self._outcomes[1:]:
+                overflow = torch.maximum(overflow, outcome.overflow)
+            engine.scaler.update(overflow)
+        engine.settle()
+        engine.post(self._pending())
+
+    def _pending(self) -> Pending:
+        engine, vector = self.engine, self._vector
+        assert vector is not None
+        decided = [part.double() for outcome in self._outcomes for part in (outcome.grad_norm, outcome.skipped)]
+        if engine.scaler is not None:
+            decided.append(engine.scaler.scale.double())
+        now = time.perf_counter()
+        record = Record(
+            epoch=self.epoch,
+            window=self.number,
+            step=engine.step,
+            micro_batches=self.num_micro_batches,
+            lr=self._rates,
+            seconds=now - (engine.last_end or now),
+            data_seconds=self._data_seconds,
+        )
+        engine.last_end = now
+        numbers, arrived = to_host(torch.cat([vector, torch.stack(decided)]))
+        return Pending(record, numbers, arrived, self._identity, len(self._outcomes))
+
+    @property
+    def _identity(self) -> int:
+        return self.epoch << 32 | self.number
+
+    # What came out, for loops that want to look; each waits for the device. -----------------------------------------------
+
+    @property
+    def loss(self) -> float:
+        """The window's loss over all ranks, after step: the weighted mean, or the sum. Waits for the device."""
+        m, vector = self.num_micro_batches, self._vector
+        if vector is None or self.phase_open:
+            raise WindowError("window.loss before window.step()", "the mean over all ranks is known after the step")
+        if self.engine.reduction == "sum":
+            return float(vector[m : 2 * m].sum())
+        return float(torch.dot(vector[:m], vector[m : 2 * m]) / vector[:m].sum())
+
+    @property
+    def grad_norm(self) -> float:
+        """The 2-norm of the window's gradient before clipping, after step. Waits for the device."""
+        return float(self._last_outcome().grad_norm)
+
+    @property
+    def skipped(self) -> bool:
+        """Whether the last step left the weights as they were. Waits for the device."""
+        return bool(self._last_outcome().skipped)
+
+    def _last_outcome(self) -> Outcome:
+        if not self._outcomes:
+            raise WindowError("a window's outcome was read before window.step()", "it is known after the step")
+        return self._outcomes[-1]
