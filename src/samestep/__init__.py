@@ -47,7 +47,7 @@ _HOME = {
     "move": "data.move",
 }
 
-__all__ = [  # noqa: RUF022 - sorted as plain text, as the test wants it
+__all__ = [
     "CheckpointError",
     "ConfigError",
     "DataError",

@@ -124,7 +124,7 @@ def _adopt(spec: LoaderSpec, loader: DataLoader[Any]) -> None:
         return
     spec.batch_size = spec.batch_size or loader.batch_size
     spec.drop_last = spec.drop_last or loader.drop_last
-    sampler = loader.sampler
+    sampler: Any = loader.sampler
     if isinstance(sampler, WeightedRandomSampler):
         if not sampler.replacement:
             spec.sampler = sampler

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -133,5 +133,3 @@ def as_dataset(data: Any) -> Any:
             "pass one of these to run.loader",
         )
     return data
-
-

@@ -5,8 +5,6 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from samestep.errors import CheckpointError, ConfigError, DataError
-
 __all__ = ["Grid"]
 
 

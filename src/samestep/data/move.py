@@ -73,7 +73,7 @@ def prefetched(batches: Iterator[Any], device: torch.device) -> Iterator[Any]:
 
 
 def _prefetched_cuda(batches: Iterator[Any], device: torch.device) -> Iterator[Any]:
-    side = torch.cuda.Stream(device)
+    side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def copy_next() -> tuple[Any, torch.cuda.Event] | None:
         try:

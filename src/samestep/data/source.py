@@ -49,9 +49,7 @@ class Source(abc.ABC):
     """M of the smallest window of an epoch (1 when unknown)."""
 
     @abc.abstractmethod
-    def windows(
-        self, epoch: int, first: int, rank: int, world_size: int
-    ) -> Iterator[tuple[Plan, Iterator[Any]]]:
+    def windows(self, epoch: int, first: int, rank: int, world_size: int) -> Iterator[tuple[Plan, Iterator[Any]]]:
         """Plans from window `first` on, each with an iterator that gives the share's batches, on the CPU."""
 
     @abc.abstractmethod
@@ -67,9 +65,7 @@ class Cut(abc.ABC):
     smallest_window: int
 
     @abc.abstractmethod
-    def shares(
-        self, epoch: int, first: int, rank: int, world_size: int
-    ) -> Iterator[tuple[Plan, list[Request]]]:
+    def shares(self, epoch: int, first: int, rank: int, world_size: int) -> Iterator[tuple[Plan, list[Request]]]:
         """For each window from `first` on: the plan of a share and its requests."""
 
     @abc.abstractmethod
@@ -85,18 +81,14 @@ class GridCut(Cut):
         self.num_windows, self.micro_batches = grid.num_windows, grid.micro_batches
         self.smallest_window = grid.num_micro_batches(grid.num_windows - 1)
 
-    def shares(
-        self, epoch: int, first: int, rank: int, world_size: int
-    ) -> Iterator[tuple[Plan, list[Request]]]:
+    def shares(self, epoch: int, first: int, rank: int, world_size: int) -> Iterator[tuple[Plan, list[Request]]]:
         """See Cut. The order is evaluated for the share's own positions only, many windows at once."""
         per_window = max(1, -(-self.grid.batch_size // world_size))
         for start in range(first, self.num_windows, max(1, _CHUNK // per_window)):
             stop = min(self.num_windows, start + max(1, _CHUNK // per_window))
             yield from self._chunk(epoch, range(start, stop), rank, world_size)
 
-    def _chunk(
-        self, epoch: int, windows: range, rank: int, world_size: int
-    ) -> Iterator[tuple[Plan, list[Request]]]:
+    def _chunk(self, epoch: int, windows: range, rank: int, world_size: int) -> Iterator[tuple[Plan, list[Request]]]:
         spans = []
         for window in windows:
             share = self.grid.share(window, rank, world_size)
@@ -159,9 +151,7 @@ class BatchList(Cut):
             self.num_windows = -(-len(batches) // self.micro_batches)
         return self._made[1]
 
-    def shares(
-        self, epoch: int, first: int, rank: int, world_size: int
-    ) -> Iterator[tuple[Plan, list[Request]]]:
+    def shares(self, epoch: int, first: int, rank: int, world_size: int) -> Iterator[tuple[Plan, list[Request]]]:
         """See Cut."""
         batches = self._batches(epoch)
         starts = np.concatenate([[0], np.cumsum([len(batch) for batch in batches])])
@@ -213,9 +203,7 @@ class MapSource(Source):
         """Windows an epoch has."""
         return self.cut.num_windows
 
-    def windows(
-        self, epoch: int, first: int, rank: int, world_size: int
-    ) -> Iterator[tuple[Plan, Iterator[Any]]]:
+    def windows(self, epoch: int, first: int, rank: int, world_size: int) -> Iterator[tuple[Plan, Iterator[Any]]]:
         """See Source."""
         plans, ahead = itertools.tee(self.cut.shares(epoch, first, rank, world_size))
         requests = itertools.chain.from_iterable(requests for _, requests in ahead)
@@ -223,7 +211,7 @@ class MapSource(Source):
             batches = (self._collate(self._fetcher.__getitems__(request)) for request in requests)
         else:
             self._feed.requests = requests
-            batches = iter(self._engine)
+            batches = iter(self._engine)  # type: ignore[arg-type]
         for plan, _ in plans:
             yield plan, batches
 

@@ -58,9 +58,7 @@ def gather_json(world: World, topic: str, value: Any, group: Any = None) -> list
     mine[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
     rows = [torch.empty(longest, dtype=torch.uint8) for _ in range(world.size)]
     dist.all_gather(rows, mine, group=group)
-    messages = [
-        json.loads(bytes(row[: int(size)].numpy().tobytes())) for row, size in zip(rows, sizes, strict=True)
-    ]
+    messages = [json.loads(bytes(row[: int(size)].numpy().tobytes())) for row, size in zip(rows, sizes, strict=True)]
     topics = [message["topic"] for message in messages]
     if len(set(topics)) > 1:
         places = ", ".join(f"rank {rank} in {topic!r}" for rank, topic in enumerate(topics))

@@ -66,11 +66,9 @@ class Replica:
         self._ddp = None
         if self._world.size == 1 or not any(self._trainable):
             return
-        options = {name: value for name, value in self._options.items() if value is not None}
+        options = {name: value for name, value in self._options.items() if value is not None} | _NO_BUFFERS
         joined = _Joined(self.module, anchored=bool(options["find_unused_parameters"]))
-        self._ddp = DistributedDataParallel(
-            joined, process_group=self._group, gradient_as_bucket_view=True, **_NO_BUFFERS, **options
-        )
+        self._ddp = DistributedDataParallel(joined, process_group=self._group, gradient_as_bucket_view=True, **options)
         self._ddp.register_comm_hook(self, _sum_bucket)
 
     def rewrap_if_unfrozen(self) -> None:

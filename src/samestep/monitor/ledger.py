@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import os
 import time
 from pathlib import Path
 from typing import Any
@@ -34,7 +33,7 @@ class Ledger:
             kept = [line for line in read_ledger(path) if line.get("step", 0) <= continue_from]
             temporary = path.with_suffix(".tmp")
             temporary.write_text("".join(_line(line) for line in kept))
-            os.replace(temporary, path)
+            temporary.replace(path)
         self._file = path.open("a", buffering=1)
 
     def window(self, record: Record) -> None:

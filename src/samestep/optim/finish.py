@@ -85,7 +85,7 @@ def finish(
     return Outcome(grad_norm, skipped, torch.isfinite(scaled_norm).logical_not_().float())
 
 
-def total_norm(grads: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
+def total_norm(grads: list[torch.Tensor], device: torch.device) -> torch.Tensor:
     """The 2-norm of all gradients as one vector: 0-d fp64, non-finite only if an element is.
 
     Squares of finite fp32 numbers can overflow fp32 (from about 1e19). CUDA sums in fp64 at the speed of memory; the
@@ -94,12 +94,16 @@ def total_norm(grads: Sequence[torch.Tensor], device: torch.device) -> torch.Ten
     if not grads:
         return torch.zeros((), dtype=torch.float64, device=device)
     if device.type == "cuda":
-        return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(grads, 2, dtype=torch.float64)))
-    norms = torch._foreach_norm(grads)
-    total = torch.linalg.vector_norm(torch.stack([norm.double() for norm in norms]))
+        return _norm(torch._foreach_norm(grads, 2, dtype=torch.float64))
+    total = _norm(torch._foreach_norm(grads))
     if not torch.isfinite(total):
-        total = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(g.double()) for g in grads]))
+        total = _norm(torch._foreach_norm(grads, 2, dtype=torch.float64))
     return total
+
+
+def _norm(norms: Sequence[torch.Tensor]) -> torch.Tensor:
+    norm: torch.Tensor = torch.linalg.vector_norm(torch.stack(list(norms)), dtype=torch.float64)
+    return norm
 
 
 def _gradients(optimizers: Iterable[Optimizer]) -> list[torch.Tensor]:

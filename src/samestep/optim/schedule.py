@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, get_args
+from collections.abc import Iterator
+from typing import Literal, get_args
 
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
@@ -63,5 +64,8 @@ class Schedules:
         """Take note that `schedule` was set to another place by a checkpoint."""
         self._counts[id(schedule)] = schedule.last_epoch
 
-    def __iter__(self) -> Any:
-        return iter(schedule for schedule, _ in self._all)
+    def __iter__(self) -> Iterator[LRScheduler]:
+        return iter([schedule for schedule, _ in self._all])
+
+    def __len__(self) -> int:
+        return len(self._all)

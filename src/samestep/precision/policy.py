@@ -54,7 +54,8 @@ class Policy:
             yield
             return
         mode = "ieee" if self.name == "fp32" else "tf32"
-        knobs: list[Any] = [torch.backends.cuda.matmul, torch.backends.cudnn.conv, torch.backends.cudnn.rnn]
+        cudnn: Any = torch.backends.cudnn
+        knobs: list[Any] = [torch.backends.cuda.matmul, cudnn.conv, cudnn.rnn]
         before = [knob.fp32_precision for knob in knobs]
         for knob in knobs:
             knob.fp32_precision = mode

@@ -61,7 +61,9 @@ class Buffers:
                         self._watched.append(_Slot(owner, attribute, name, "last"))
         if rules:
             raise ConfigError(
-                f"got buffers={{{next(iter(rules))!r}: ...}}", "there is no such persistent buffer", "see named_buffers()"
+                f"got buffers={{{next(iter(rules))!r}: ...}}",
+                "there is no such persistent buffer",
+                "see named_buffers()",
             )
         self._versions: list[tuple[int, int]] = []
         self._opening: list[torch.Tensor] = []

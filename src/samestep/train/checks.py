@@ -71,8 +71,8 @@ def checked_weight(window: Window, weight: float | torch.Tensor) -> float | torc
         weight = weight.detach().reshape(())
         if weight.device.type == "cuda":
             return weight.double()
-        weight = weight.tolist()
-    if isinstance(weight, str) or not math.isfinite(weight) or weight < 0:
+        weight = float(weight)
+    if not isinstance(weight, int | float) or not math.isfinite(weight) or weight < 0:
         place = f"micro-batch {window.share[window.current or 0]} of window {window.number}, epoch {window.epoch}"
         raise NonFiniteError(
             f"got weight={weight!r} in {place}",

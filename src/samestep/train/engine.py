@@ -173,6 +173,6 @@ def to_host(numbers: torch.Tensor) -> tuple[torch.Tensor, torch.cuda.Event | Non
         return numbers, None
     host = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
     host.copy_(numbers, non_blocking=True)
-    event = torch.cuda.Event()
+    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
     event.record()
     return host, event

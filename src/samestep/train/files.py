@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import os
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -70,7 +69,7 @@ class RunFiles:
             number += 1
         aside.mkdir()
         for path in left:
-            os.rename(path, aside / path.name)
+            path.rename(aside / path.name)
         self.display.note(f"resume='never': the earlier run's files are now in {aside}")
 
     def begin(self, resumed: bool, engine: Engine, policy: Policy) -> None:
@@ -81,7 +80,9 @@ class RunFiles:
             self._ledger = Ledger(self._directory / "ledger.jsonl", engine.step if resumed else None)
             engine.on_record.append(self._ledger.window)
         engine.on_record.append(self.display.window)
-        self.event("start", step=engine.step, world_size=self._world.size, precision=policy.name, torch=torch.__version__)
+        self.event(
+            "start", step=engine.step, world_size=self._world.size, precision=policy.name, torch=torch.__version__
+        )
         where = f"{self._world.size} rank{'s' * (self._world.size > 1)} on {engine.device.type}"
         self.display.note(f"{where}, precision {policy.name} ({policy.reason})")
         if resumed:

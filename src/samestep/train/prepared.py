@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -93,7 +93,7 @@ class Prepared(nn.Module):
         self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Module]]:
         """The inner module's, so that parameter names are the user's."""
-        return unwrap(self.module).named_modules(memo, prefix, remove_duplicate)
+        yield from unwrap(self.module).named_modules(memo, prefix, remove_duplicate)
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -112,9 +112,9 @@ def unwrap(module: nn.Module) -> nn.Module:
     """The user's own module under Prepared, DistributedDataParallel and torch.compile's wrappers."""
     while True:
         if isinstance(module, Prepared | DistributedDataParallel):
-            module = module.module
-        elif isinstance(getattr(module, "_orig_mod", None), nn.Module):
-            module = module._orig_mod
+            module = cast(nn.Module, module.module)
+        elif isinstance(inner := getattr(module, "_orig_mod", None), nn.Module):
+            module = inner
         else:
             return module
 

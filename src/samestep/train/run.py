@@ -10,30 +10,27 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
-from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
 
 from samestep.config import RunConfig, refuse_unknown
 from samestep.data.build import LoaderSpec, make_source
 from samestep.data.fetch import seed_everything
 from samestep.distributed.collectives import gather_json, sum_numbers
-from samestep.distributed.exchange import Replica
 from samestep.distributed.process_group import World
-from samestep.errors import ConfigError, ModelError, RankError
+from samestep.errors import ConfigError, RankError
 from samestep.monitor.meters import Mean
 from samestep.optim.ema import Ema
-from samestep.optim.finish import check_optimizer
 from samestep.optim.schedule import Every
 from samestep.precision.policy import choose_policy
 from samestep.precision.scaler import LossScaler
 from samestep.rng import Purpose, key
-from samestep.train.buffers import BufferRule, Buffers
+from samestep.train.agree import check_same_settings, first_failure, reduce_over_ranks
+from samestep.train.buffers import BufferRule
 from samestep.train.engine import Engine
 from samestep.train.files import RunFiles
 from samestep.train.loader import Loader
-from samestep.train.prepared import Prepared, check_model, unwrap
-from samestep.train.saving import Saving, collect, parameter_names
+from samestep.train.prepare import Wrapping, prepare
+from samestep.train.prepared import Prepared
+from samestep.train.saving import Saving, collect
 
 __all__ = ["Run"]
 
@@ -73,6 +70,7 @@ class Run:
         self._entered = False
         self._loaders: dict[str, Loader] = {}
         self._registered: dict[str, Any] = {}
+        self._rules: dict[str, BufferRule] = {}
 
     # Begin and end ----------------------------------------------------------------------------------------------------
 
@@ -87,7 +85,7 @@ class Run:
             self.device = self.world.device
             self.policy = choose_policy(config.precision, self.device)
             stack.enter_context(self.policy.matmul_mode())
-            self._check_same_config()
+            check_same_settings(self.world, config)
             self.files = RunFiles(config, self.world)
             stack.callback(self.files.close)
             self.saving = Saving(config.directory, config, self.world, self.files.display.note)
@@ -109,17 +107,6 @@ class Run:
         self.saving.restore_engine(engine)
         return engine
 
-    def _check_same_config(self) -> None:
-        mine = {name: value for name, value in self.config.to_json().items() if name != "device"}
-        for rank, theirs in enumerate(gather_json(self.world, "settings", mine)):
-            if theirs != mine:
-                name = next(name for name in mine if theirs[name] != mine[name])
-                raise RankError(
-                    f"{name} is {mine[name]!r} on rank {self.rank} and {theirs[name]!r} on rank {rank}",
-                    "all ranks have the same settings",
-                    "start every rank with the same arguments",
-                )
-
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: types.TracebackType | None
     ) -> None:
@@ -127,22 +114,13 @@ class Run:
             if error is None:
                 self._engine.settle()
         finally:
-            first = self._first_failure(error) if error is not None else None
+            first = first_failure(self.world, error) if error is not None else None
             self._stack.close()
             self._entered = False
         if first is not None:
             raise RankError(first, "this rank stops with it") from None
         if isinstance(error, Exception) and self.world_size > 1:
             error.add_note(f"(on rank {self.rank} of {self.world_size})")
-
-    def _first_failure(self, error: BaseException) -> str | None:
-        """Tell the other ranks why this one ends; what another rank said before, when this error only follows from it."""
-        said = self.world.heard("samestep/failed")
-        if said is None:
-            self.world.announce("samestep/failed", f"rank {self.rank} failed first: {type(error).__name__}: {error}")
-            return None
-        follows = isinstance(error, RuntimeError) and "samestep" not in type(error).__module__
-        return said if follows and not said.startswith(f"rank {self.rank} ") else None
 
     # Who and where ----------------------------------------------------------------------------------------------------
 
@@ -220,63 +198,10 @@ class Run:
             ConfigError: for anything that is none of the three.
         """
         self._check_entered("prepare")
-        prepared: dict[int, Any] = {}
-        for thing in things:
-            if isinstance(thing, nn.Module):
-                options = {
-                    "find_unused_parameters": find_unused_parameters,
-                    "static_graph": static_graph,
-                    "bucket_cap_mb": bucket_cap_mb,
-                }
-                prepared[id(thing)] = self._prepare_model(thing, options)
-        for thing in (thing for thing in things if isinstance(thing, Optimizer)):
-            self._prepare_optimizer(thing)
-        for thing in (thing for thing in things if isinstance(thing, LRScheduler)):
-            self._prepare_schedule(thing, schedule_every)
-        for thing in things:
-            if not isinstance(thing, nn.Module | Optimizer | LRScheduler):
-                raise ConfigError(
-                    f"got {type(thing).__name__} to prepare",
-                    "prepare takes modules, optimizers and learning-rate schedules",
-                    "data goes to run.loader, other objects with a state_dict to run.register",
-                )
-        self._rules = {**getattr(self, "_rules", {}), **(buffers or {})}
-        modules = [unwrap(model.module) for model in self._engine.models]
-        self._engine.buffers = Buffers(self.world, modules, self._rules)
-        results = tuple(prepared.get(id(thing), thing) for thing in things)
+        wrapping = Wrapping(find_unused_parameters, static_graph, bucket_cap_mb)
+        self._rules.update(buffers or {})
+        results = prepare(self._engine, self.saving, things, wrapping, schedule_every, self._rules)
         return results[0] if len(results) == 1 else results
-
-    def _prepare_model(self, module: nn.Module, options: dict[str, Any]) -> Prepared:
-        check_model(module, self.policy)
-        engine, number = self._engine, len(self._engine.models)
-        module.to(self.device)
-        replica = Replica(self.world, module, group=self.world.group_for_model(number), **options)
-        model = Prepared(module, replica, self.policy)
-        self.saving.restore_model(number, model)
-        engine.models.append(model)
-        return model
-
-    def _prepare_optimizer(self, optimizer: Optimizer) -> None:
-        check_optimizer(optimizer)
-        engine = self._engine
-        names = parameter_names(engine.models)
-        for group in optimizer.param_groups:
-            for param in group["params"]:
-                if id(param) not in names:
-                    raise ModelError(
-                        f"{type(optimizer).__name__} holds a parameter of shape {tuple(param.shape)} of no prepared model",
-                        "gradients meet over the ranks for prepared models only",
-                        "prepare the model that it belongs to, in the same call or before",
-                    )
-        self.saving.restore_optimizer(len(engine.optimizers), optimizer, names)
-        engine.optimizers.append(optimizer)
-
-    def _prepare_schedule(self, schedule: LRScheduler, every: Every) -> None:
-        schedules = self._engine.schedules
-        number = len(list(schedules))
-        schedules.add(schedule, every)
-        if self.saving.restore(f"schedule{number}", schedule):
-            schedules.restored(schedule)
 
     def ema(self, model: Prepared, decay: float) -> Ema:
         """An exponential moving average of a prepared model's weights; it advances with applied updates and is saved."""
@@ -480,18 +405,7 @@ class Run:
         Raises:
             RankError: for a plain number that differs between ranks.
         """
-        plain = {name: float(value) for name, value in values.items() if not isinstance(value, Mean)}
-        sums = {name: list(value.sums()) for name, value in values.items() if isinstance(value, Mean)}
-        everyone = gather_json(self.world, "log", [{name: repr(value) for name, value in plain.items()}, sums])
-        for rank, (theirs, _) in enumerate(everyone):
-            for name, value in plain.items():
-                if theirs.get(name) != repr(value):
-                    raise RankError(
-                        f"{name} is {value} on rank {self.rank} and {theirs.get(name)} on rank {rank}",
-                        "a plain number is recorded once, so it is the same on all ranks",
-                        "pass a samestep.Mean, which is reduced over the ranks",
-                    )
-        numbers = {**_reduced([means for _, means in everyone]), **plain}
+        numbers = reduce_over_ranks(self.world, values)
         self._engine.settle()
         self.files.event("log", epoch=self.epoch, step=self._engine.step, **numbers)
         text = "  ".join(f"{name} {number:.4g}" for name, number in numbers.items())
@@ -536,11 +450,6 @@ class Run:
 
     def _check_entered(self, what: str) -> None:
         if not self._entered:
-            raise ConfigError(f"run.{what} outside the run", "a Run is a context manager", "with samestep.Run() as run:")
-
-
-def _reduced(everyone: list[dict[str, list[float]]]) -> dict[str, float]:
-    """The weighted means by name; a rank that had no batch of a metric does not know its name."""
-    names = {name: None for means in everyone for name in means}
-    totals = {name: [sum(means.get(name, (0.0, 0.0))[i] for means in everyone) for i in (0, 1)] for name in names}
-    return {name: total / weight if weight else float("nan") for name, (total, weight) in totals.items()}
+            raise ConfigError(
+                f"run.{what} outside the run", "a Run is a context manager", "with samestep.Run() as run:"
+            )

@@ -235,12 +235,11 @@ class Window:
         if engine.reduction == "sum":
             loss, divisor = losses.sum(), total / total  # 1, or NaN for a window without any term: skipped
         else:
-            loss, divisor = torch.dot(weights, losses) / total, total / engine.reference
+            loss, divisor = torch.dot(weights, losses) / total, total / self._reference(1.0, "mean")
         engine.settle()  # on a GPU: learn whether the last window was applied, so that this one has its rate
         self._rates = [float(group["lr"]) for opt in self._optimizers for group in opt.param_groups]
-        outcome = finish(
-            self._optimizers, divisor=divisor, loss=loss, scaler=engine.scaler, clip_norm=clip_norm, clip_value=clip_value
-        )
+        limits = {"clip_norm": clip_norm, "clip_value": clip_value}
+        outcome = finish(self._optimizers, divisor=divisor, loss=loss, scaler=engine.scaler, **limits)
         for ema in engine.emas:
             ema.update(outcome.skipped)
         engine.buffers.close(m, weights, outcome.skipped)
@@ -324,7 +323,7 @@ class Window:
     def _identity(self) -> int:
         return self.epoch << 32 | self.number
 
-    # What came out, for loops that want to look; each waits for the device. -----------------------------------------------
+    # What came out, for loops that want to look. Each waits for the device. -------------------------------------------
 
     @property
     def loss(self) -> float:
