@@ -4,4 +4,5 @@ import sys
 
 from samestep.cli.main import main
 
-sys.exit(main())
+if __name__ == "__main__":  # a process that is started by "spawn" imports this module
+    sys.exit(main())

@@ -20,7 +20,7 @@ _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(["torch", "torch.distributed", "numpy", "samestep.train.run", "samestep.train.fit"])
 
 
-class RanksFailed(AssertionError):
+class RanksFailed(AssertionError):  # noqa: N818 - says what happened, like pytest's Failed
     """A rank raised, died, or did not end in time; the message has every such rank's traceback or stack."""
 
 
@@ -99,12 +99,12 @@ def _child(
 
 def _collect(ranks: list[tuple[Any, Any]], deadline: float) -> list[tuple[str, Any]]:
     outcomes: list[tuple[str, Any]] = [("unfinished", None)] * len(ranks)
-    waiting = {receiver: rank for rank, (_, receiver) in enumerate(ranks)}
+    waiting: dict[Any, int] = {receiver: rank for rank, (_, receiver) in enumerate(ranks)}
     while waiting and (left := deadline - time.monotonic()) > 0:
         for receiver in multiprocessing.connection.wait(list(waiting), left):
             rank = waiting.pop(receiver)
             try:
-                outcomes[rank] = receiver.recv()  # type: ignore[union-attr]
+                outcomes[rank] = receiver.recv()
             except EOFError:
                 ranks[rank][0].join(5)
                 outcomes[rank] = ("died", ranks[rank][0].exitcode)

@@ -63,7 +63,9 @@ def _refuse(
     for kind, names in (("missing", missing), ("unexpected", unexpected)):
         if names:
             parts.append(f"{kind}: {', '.join(names[:10])}" + (f" and {len(names) - 10} more" if names[10:] else ""))
-    parts += [f"{name} has shape {saved} in the file, {own} in the model" for name, (saved, own) in [*shapes.items()][:10]]
+    parts += [
+        f"{name} has shape {saved} in the file, {own} in the model" for name, (saved, own) in [*shapes.items()][:10]
+    ]
     pairs = {
         name: fits[0]
         for name in unexpected

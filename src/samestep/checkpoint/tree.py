@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import collections
 import math
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -33,16 +33,16 @@ def flatten(state: Any, where: str = "") -> tuple[Any, dict[str, torch.Tensor]]:
 def _flatten(value: Any, where: str, tensors: dict[str, torch.Tensor]) -> Any:
     if value is None or isinstance(value, bool | str):
         return value
-    if isinstance(value, int) and not isinstance(value, np.integer):
+    if isinstance(value, np.ndarray | np.generic):
+        tensors[where] = torch.from_numpy(np.ascontiguousarray(value).reshape(np.shape(value)))
+        return {_KIND: "array" if isinstance(value, np.ndarray) else "scalar", "is": where}
+    if isinstance(value, int):
         return int(value)
-    if isinstance(value, float) and not isinstance(value, np.floating):
+    if isinstance(value, float):
         return value if math.isfinite(value) else {_KIND: "float", "is": str(value)}
     if isinstance(value, torch.Tensor):
         tensors[where] = value.detach()
         return {_KIND: "tensor", "is": where}
-    if isinstance(value, np.ndarray | np.generic):
-        tensors[where] = torch.from_numpy(np.ascontiguousarray(value).reshape(np.shape(value)))
-        return {_KIND: "array" if isinstance(value, np.ndarray) else "scalar", "is": where}
     if isinstance(value, torch.dtype):
         return {_KIND: "dtype", "is": str(value).removeprefix("torch.")}
     if isinstance(value, bytes):
@@ -83,7 +83,8 @@ def unflatten(value: Any, tensors: dict[str, torch.Tensor]) -> Any:
         return value
     if _KIND not in value:
         return {name: unflatten(item, tensors) for name, item in value.items()}
-    kind, content = value[_KIND], value.get("is")
+    kind, content = value[_KIND], value.get("is", "")
+    content = cast(Any, content)
     if kind in ("tensor", "array", "scalar"):
         if content not in tensors:
             raise CheckpointError(f"tensor {content} is missing", "the manifest names it", "the checkpoint is damaged")

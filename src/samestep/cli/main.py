@@ -6,8 +6,9 @@ import argparse
 import difflib
 import importlib
 import os
+import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NoReturn
 
 from samestep import __version__
@@ -15,79 +16,90 @@ from samestep.errors import SamestepError
 
 __all__ = ["VERBS", "main"]
 
-VERBS = {
-    "train": "train a built-in task or your own, on any number of ranks in any precision",
-    "launch": "run a script on N ranks",
-    "doctor": "say what works on this machine",
+VERBS: dict[str, tuple[str, str]] = {
+    "train": ("samestep.cli.train", "train a built-in task or your own, on any number of ranks in any precision"),
+    "launch": ("samestep.cli.launch", "run a Python script on several ranks"),
+    "doctor": ("samestep.cli.doctor", "say what works on this machine, and what to install or change"),
 }
+"""Each verb's module and one-line help. A module has EXAMPLES, `add_arguments(parser)` and `run(arguments) -> int`."""
 
+_DESCRIPTION = "Write the loop for one device in fp32; run it on N ranks in bf16 or fp16; get the same training."
 _EXAMPLES = """\
 examples:
   samestep train digits --nproc 2 --precision bf16
-  samestep train my_task.py:MyTask --epochs 3
   samestep launch -n 2 train.py --lr 0.1
   samestep doctor
+
+`samestep VERB --help` has each verb's flags. Exit codes: 0 done, 1 an error said in one line, 2 wrong usage;
+SAMESTEP_TRACEBACK=1 shows an error's whole traceback.
 """
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse, but a wrong flag or verb is answered with the nearest right one."""
+    """argparse, but a wrong flag or choice is answered with the nearest right one."""
 
-    def error(self, message: str) -> NoReturn:
-        """Print the usage and the message, and exit with 2."""
-        known = [option for action in self._actions for option in action.option_strings]
-        known += [choice for action in self._actions for choice in (action.choices or ())]
-        if "argument " in message or "unrecognized" in message or "invalid choice" in message:
-            words = [word.strip("'\",") for word in message.split()]
-            wrong = [word.split("=")[0] for word in words if word not in known and word.split("=")[0] not in known]
-            near = [match for word in wrong for match in difflib.get_close_matches(word, known, n=1, cutoff=0.7)]
-            if near:
-                message += f"; did you mean {near[0]}?"
-        self.print_usage(sys.stderr)
-        self.exit(2, f"{self.prog}: error: {message}\n")
-
-
-def _parser(verb: str | None) -> Parser:
-    parser = Parser(
-        prog="samestep",
-        description="Write the loop for one device in fp32; run it on N ranks in bf16 or fp16; get the same training.",
-        epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    parser.add_argument("--version", action="version", version=f"samestep {__version__}")
-    verbs = parser.add_subparsers(dest="verb", metavar="VERB", title="verbs", required=True, parser_class=Parser)
-    for name, help_text in VERBS.items():
-        if verb is not None and name != verb:
-            verbs.add_parser(name, help=help_text)
-            continue
-        if verb is None:
-            verbs.add_parser(name, help=help_text)
-            continue
-        module = importlib.import_module(f"samestep.cli.{name}")
-        sub = verbs.add_parser(
-            name,
-            help=help_text,
-            description=module.__doc__,
-            epilog=module.EXAMPLES,
+    def __init__(self, prog: str, description: str | None, epilog: str) -> None:
+        super().__init__(
+            prog=prog,
+            description=description,
+            epilog=epilog,
             formatter_class=argparse.RawDescriptionHelpFormatter,
             allow_abbrev=False,
         )
-        module.add_arguments(sub)
+        self._given: list[str] = []
+
+    def parse(self, argv: Sequence[str]) -> argparse.Namespace:
+        """The arguments; exits with 2 after one line about what is wrong."""
+        self._given = list(argv)
+        arguments, unknown = self.parse_known_args(self._given)
+        if unknown:
+            self.error(f"unrecognized arguments: {' '.join(unknown)}")
+        return arguments
+
+    def error(self, message: str) -> NoReturn:
+        """Print the usage and the message with the nearest right word, and exit with 2."""
+        options = [name for action in self._actions for name in action.option_strings]
+        choices = [str(choice) for action in self._actions for choice in action.choices or ()]
+        wrong_choice = re.search(r"invalid choice: '?([^' ]*)", message)
+        if wrong_choice:
+            hint = _nearest(wrong_choice[1], choices)
+        else:  # also where argparse complains of something else first, as of the required flag that was misspelt
+            words = [word.split("=")[0] for word in self._given if word.startswith("-")]
+            hint = next((near for word in words if word not in options and (near := _nearest(word, options))), "")
+        self.print_usage(sys.stderr)
+        self.exit(2, f"{self.prog}: error: {message}{hint}\n")
+
+
+def _nearest(word: str, right: Iterable[str]) -> str:
+    near = difflib.get_close_matches(word, list(right), n=1, cutoff=0.6)
+    return f"; did you mean {near[0]}?" if near else ""
+
+
+def _top_parser() -> Parser:
+    verbs = "\n".join(f"  {name:<10}{help_text}" for name, (_, help_text) in VERBS.items())
+    parser = Parser("samestep", _DESCRIPTION, f"verbs:\n{verbs}\n\n{_EXAMPLES}")
+    parser.add_argument("--version", action="version", version=f"samestep {__version__}")
+    parser.add_argument("verb", choices=VERBS, metavar="VERB", help="one of those below")
     return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; its exit code: 0, 1 for an error with one line that says what to do, 2 for wrong usage."""
     argv = list(sys.argv[1:] if argv is None else argv)
-    verb = next((word for word in argv if not word.startswith("-")), None)
-    arguments = _parser(verb if verb in VERBS else None).parse_args(argv)
+    # All that follows the verb is the verb's, so that no flag of it can be taken for one of the command itself.
+    verb = str(_top_parser().parse(argv[:1]).verb)
     try:
-        return int(importlib.import_module(f"samestep.cli.{arguments.verb}").run(arguments))
+        module = importlib.import_module(VERBS[verb][0])
+        parser = Parser(f"samestep {verb}", module.__doc__, module.EXAMPLES)
+        module.add_arguments(parser)
+        code = int(module.run(parser.parse(argv[1:])))
+        sys.stdout.flush()
+        return code
     except SamestepError as e:
-        if os.environ.get("SAMESTEP_TRACEBACK"):
+        if os.environ.get("SAMESTEP_TRACEBACK") == "1":
             raise
-        print(f"samestep: error: {e}", *getattr(e, "__notes__", []), file=sys.stderr)
+        text = " ".join(str(part).strip() for part in (e, *getattr(e, "__notes__", ())))
+        print("samestep: error:", text.replace("\n", " "), file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return 130

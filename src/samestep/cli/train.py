@@ -45,7 +45,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     how.add_argument("--workers", type=int, default=0, help="loader processes a rank (default: 0)")
     how.add_argument("--drop-last", action="store_true", help="leave the short last window out")
     how.add_argument("--nonfinite", choices=("auto", "raise", "skip"), default="auto")
-    how.add_argument("--save-every", type=int, metavar="WINDOWS", help="checkpoint this often, besides each epoch's end")
+    how.add_argument(
+        "--save-every", type=int, metavar="WINDOWS", help="checkpoint this often, besides each epoch's end"
+    )
     how.add_argument("--keep-last", type=int, default=defaults["keep_last"], help="checkpoints kept (default: 3)")
     seen = parser.add_argument_group("seen")
     seen.add_argument("--log-every", type=int, default=100, metavar="WINDOWS", help="lines where there is no terminal")

@@ -13,7 +13,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from samestep.data.fetch import Collate, Fetcher, Request, seed_everything
-from samestep.data.grid import Grid
+from samestep.data.grid import Grid, split
 from samestep.data.order import Order
 from samestep.errors import ConfigError, DataError
 from samestep.rng import Purpose, key, mix
@@ -227,11 +227,6 @@ class _Feed:
 
     def __iter__(self) -> Iterator[Request]:
         return self.requests
-
-
-def split(count: int, part: int, parts: int) -> range:
-    """The `part`-th of `parts` contiguous pieces of range(count); earlier pieces are never smaller than later ones."""
-    return range(-(-count * part // parts), -(-count * (part + 1) // parts))
 
 
 def _digest(request: Request) -> int:

@@ -1,39 +1,27 @@
-"""How a launched rank starts: bound to the launcher's life, then the script as under plain Python."""
+"""How a launched rank starts: tie its life to the launcher's, then become plain Python by exec. Imports no samestep.
+
+Run as a file: `_child.py LAUNCHER_PID PROGRAM ARGUMENT...`. The request survives exec, so that the script's `__main__`,
+`sys.argv`, `sys.path` and tracebacks are those of `python script.py`.
+"""
 
 from __future__ import annotations
 
 import ctypes
 import os
-import runpy
 import signal
 import sys
 
 _PR_SET_PDEATHSIG = 1
 
 
-def _die_with_parent() -> None:
-    """Ask Linux to end this process when the launcher is gone, also after kill -9, which it cannot pass on."""
-    if sys.platform != "linux":
-        return
-    parent = os.getppid()
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-    if os.getppid() != parent:  # it ended before the request was made
-        sys.exit(1)
-
-
-def main() -> None:
-    """`_child.py [-m] script-or-module args...`"""
-    _die_with_parent()
-    arguments = sys.argv[1:]
-    if arguments[0] == "-m":
-        sys.argv = arguments[1:]
-        sys.path[0] = str(os.getcwd())
-        runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
-    else:
-        sys.argv = arguments
-        sys.path[0] = os.path.dirname(os.path.abspath(arguments[0]))  # noqa: PTH100, PTH120
-        runpy.run_path(arguments[0], run_name="__main__")
+def main(launcher: int, command: list[str]) -> None:
+    """Ask Linux to kill this process when the launcher is gone, also after a kill -9 that it could not pass on."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        if os.getppid() != launcher:  # it ended before the request was made
+            sys.exit(1)
+    os.execv(command[0], command)
 
 
 if __name__ == "__main__":
-    main()
+    main(int(sys.argv[1]), sys.argv[2:])

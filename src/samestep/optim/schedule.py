@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from samestep.errors import ConfigError, WindowError
 
 __all__ = ["Every", "Schedules"]
+
+# What makes a schedule what it is, in the state_dicts of torch's own; their other entries are where it stands.
+_CONSTANTS = (
+    *("total_steps", "T_max", "T_0", "T_mult", "eta_min", "step_size", "gamma", "milestones", "total_iters"),
+    *("start_factor", "end_factor", "factor", "patience", "power", "cycle_momentum"),
+)
 
 Every = Literal["window", "epoch", "manual"]
 
@@ -60,8 +66,25 @@ class Schedules:
             schedule.step()
             self._counts[id(schedule)] = schedule.last_epoch
 
-    def restored(self, schedule: LRScheduler) -> None:
-        """Take note that `schedule` was set to another place by a checkpoint."""
+    def restored(self, schedule: LRScheduler, fresh: dict[str, Any]) -> None:
+        """Take note that `schedule` was set to another place by a checkpoint.
+
+        Args:
+            schedule: with the checkpoint's state.
+            fresh: its state_dict() as the script made it.
+
+        Raises:
+            ConfigError: when the script made another schedule than the one that was saved.
+        """
+        restored = schedule.state_dict()
+        differ = [name for name in _CONSTANTS if name in fresh and fresh[name] != restored.get(name)]
+        if differ:
+            changes = ", ".join(f"{name} was {restored.get(name)!r}, is {fresh[name]!r}" for name in differ)
+            raise ConfigError(
+                f"{type(schedule).__name__} differs from the checkpoint's: {changes}",
+                "a restart continues the same schedule (its length often comes from the number of epochs)",
+                "use the old settings, or start anew with resume='never'",
+            )
         self._counts[id(schedule)] = schedule.last_epoch
 
     def __iter__(self) -> Iterator[LRScheduler]:

@@ -39,14 +39,16 @@ def first_failure(world: World, error: BaseException) -> str | None:
     """Tell the other ranks why this one ends.
 
     Returns:
-        What another rank said before, when this rank's error only follows from it (a broken connection); else None.
+        What another rank said before, when this rank's error is the same or only follows from it (a broken connection);
+        else None.
     """
     said = world.heard(_FAILED)
+    what = f"{type(error).__name__}: {error}"
     if said is None:
-        world.announce(_FAILED, f"rank {world.rank} failed first: {type(error).__name__}: {error}")
+        world.announce(_FAILED, f"rank {world.rank} failed first: {what}")
         return None
     follows = isinstance(error, RuntimeError) and not isinstance(error, SamestepError)
-    return said if follows and not said.startswith(f"rank {world.rank} ") else None
+    return said if follows or said.endswith(what) else None
 
 
 def reduce_over_ranks(world: World, values: Mapping[str, float | torch.Tensor | Mean]) -> dict[str, float]:

@@ -63,8 +63,9 @@ def prepare(
         if isinstance(thing, LRScheduler):
             number = len(engine.schedules)
             engine.schedules.add(thing, every)
+            fresh = thing.state_dict()
             if saving.restore(f"schedule{number}", thing):
-                engine.schedules.restored(thing)
+                engine.schedules.restored(thing, fresh)
     engine.buffers = Buffers(engine.world, [unwrap(model.module) for model in engine.models], rules)
     return tuple(prepared.get(id(thing), thing) for thing in things)
 

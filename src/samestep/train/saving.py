@@ -170,9 +170,9 @@ def collect(engine: Engine, user: dict[str, Any]) -> dict[str, Any]:
 
 def parameter_names(models: list[Prepared]) -> dict[int, str]:
     """{id of a parameter: its name}; with several models the name begins with the model's number."""
-    prefix = (lambda number: f"{number}:") if len(models) > 1 else (lambda number: "")
+    several = len(models) > 1
     return {
-        id(param): prefix(number) + name
+        id(param): f"{number}:{name}" if several else name
         for number, model in enumerate(models)
         for name, param in unwrap(model.module).named_parameters()
     }
