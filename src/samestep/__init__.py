@@ -23,6 +23,8 @@ if TYPE_CHECKING:
         WindowError,
     )
     from samestep.monitor.meters import Mean, Throughput, memory_report
+    from samestep.tasks.base import Task
+    from samestep.train.plain import train_one_epoch
     from samestep.train.run import Run
     from samestep.train.window import Window
 
@@ -45,6 +47,8 @@ _HOME = {
     "WindowError": "errors",
     "memory_report": "monitor.meters",
     "move": "data.move",
+    "train_one_epoch": "train.plain",
+    "Task": "tasks.base",
 }
 
 __all__ = [
@@ -59,12 +63,14 @@ __all__ = [
     "RunConfig",
     "RunDirError",
     "SamestepError",
+    "Task",
     "Throughput",
     "Window",
     "WindowError",
     "__version__",
     "memory_report",
     "move",
+    "train_one_epoch",
 ]
 
 

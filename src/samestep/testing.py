@@ -11,7 +11,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, cast
 
 __all__ = ["RanksFailed", "free_port", "run_ranks"]
 
@@ -104,7 +104,7 @@ def _collect(ranks: list[tuple[Any, Any]], deadline: float) -> list[tuple[str, A
         for receiver in multiprocessing.connection.wait(list(waiting), left):
             rank = waiting.pop(receiver)
             try:
-                outcomes[rank] = receiver.recv()
+                outcomes[rank] = cast(Any, receiver).recv()
             except EOFError:
                 ranks[rank][0].join(5)
                 outcomes[rank] = ("died", ranks[rank][0].exitcode)

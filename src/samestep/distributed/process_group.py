@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
-from samestep.distributed.env import Ranks, read_environment, slurm_address
+from samestep.distributed.env import Ranks, read_environment
 from samestep.errors import ConfigError, RankError
 
 __all__ = ["World", "choose_device"]
@@ -180,17 +179,7 @@ class World:
 
 
 def _rendezvous(ranks: Ranks, timeout: datetime.timedelta) -> Iterator[tuple[Any, int, int]]:
-    """The store of the launcher; under SLURM, which names none, the step's first host keeps it."""
-    if "MASTER_ADDR" not in os.environ and "SLURM_PROCID" in os.environ:
-        address, port = slurm_address(os.environ)
-        os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = address, str(port)
-    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
-    if missing:
-        raise ConfigError(
-            f"WORLD_SIZE is {ranks.world_size} and {' and '.join(missing)} not set",
-            "the ranks meet at that address",
-            "start with `samestep launch` or torchrun, which set it",
-        )
+    """The store of the launcher; `rank` and `world_size` are given so that SLURM needs no RANK variables."""
     return iter(rendezvous("env://", rank=ranks.rank, world_size=ranks.world_size, timeout=timeout))
 
 

@@ -48,6 +48,13 @@ class Schedules:
         self._all.append((schedule, every))
         self._counts[id(schedule)] = schedule.last_epoch
 
+    def replace(self, schedule: LRScheduler | None) -> None:
+        """Have `schedule`, advancing with applied updates, as the only one; None for none."""
+        if schedule is None or [known for known, _ in self._all] != [schedule]:
+            self._all, self._counts = [], {}
+            if schedule is not None:
+                self.add(schedule, "window")
+
     def advance(self, every: Every) -> None:
         """Step the schedules that advance at this event.
 

@@ -61,6 +61,9 @@ def fit(task: Task, run: Run, *, epochs: int, learning_rate: float, num_workers:
                 train_loss.add(loss, weight)
             window.step(clip_norm=task.clip_norm)
         metrics = run.log(train_loss=train_loss, **evaluate(task, run, model, valid))
+    if not metrics:
+        run.files.display.note(f"nothing left to train: {run.epoch} of {epochs} epochs are done")
+        metrics = run.log(**evaluate(task, run, model, valid))
     seconds = time.perf_counter() - begin
     return Fitted(
         epochs=run.epoch,
