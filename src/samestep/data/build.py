@@ -22,6 +22,7 @@ from samestep.data.fetch import as_dataset, seed_everything
 from samestep.data.grid import Grid
 from samestep.data.order import Listed, Order, Sequential, Shuffled, Weighted
 from samestep.data.source import BatchList, GridCut, MapSource, Source
+from samestep.data.stream import StreamSource
 from samestep.errors import CheckpointError, ConfigError
 from samestep.rng import Purpose, key
 
@@ -51,7 +52,13 @@ class LoaderSpec:
 
 
 def make_source(
-    spec: LoaderSpec, *, seed: int, world_size: int, device: torch.device, recorded: dict[str, Any] | None
+    spec: LoaderSpec,
+    *,
+    seed: int,
+    world_size: int,
+    device: torch.device,
+    recorded: dict[str, Any] | None,
+    agree: Callable[[list[float]], list[float]],
 ) -> Source:
     """The source that `spec` describes.
 
@@ -61,6 +68,7 @@ def make_source(
         world_size: ranks at this start; they decide the grid only if nothing else does.
         device: CUDA pins memory by default.
         recorded: what the checkpoint that this run continues says of this loader; its grid is kept.
+        agree: adds a list of numbers over the ranks.
 
     Raises:
         ConfigError, DataError: for settings or data that cannot be used.
@@ -68,12 +76,11 @@ def make_source(
     """
     if isinstance(spec.data, DataLoader):
         _adopt(spec, spec.data)
+    options = _engine_options(spec, device)
     if isinstance(spec.data, IterableDataset):
-        raise ConfigError(
-            "got an IterableDataset",
-            "this version reads map-style datasets and batch samplers",
-            "give the dataset __len__ and __getitem__",
-        )
+        source = _stream(spec, seed, world_size, recorded, options, agree)
+        _compare(source.describe(), recorded)
+        return source
     dataset = as_dataset(spec.data)
     if spec.batch_sampler is not None:
         cut: Any = BatchList(spec.batch_sampler, _micro_batches(spec, world_size, recorded), len(dataset), seed)
@@ -81,6 +88,10 @@ def make_source(
         order = _order(spec, dataset, seed)
         cut = GridCut(order, _grid(spec, order, world_size, recorded))
     _compare(cut.describe(), recorded)
+    return MapSource(dataset, cut, seed, spec.collate_fn, options)
+
+
+def _engine_options(spec: LoaderSpec, device: torch.device) -> dict[str, Any]:
     options = {"num_workers": 0, **spec.options}
     _check_options(options)
     if options["num_workers"]:
@@ -88,7 +99,40 @@ def make_source(
     options["pin_memory"] = device.type == "cuda" if spec.pin_memory is None else spec.pin_memory
     if options["pin_memory"] and device.type != "cuda":
         raise ConfigError("got pin_memory=True on a CPU", "pinned memory is for copies to a GPU", "leave it out")
-    return MapSource(dataset, cut, seed, spec.collate_fn, options)
+    return options
+
+
+def _stream(
+    spec: LoaderSpec,
+    seed: int,
+    world_size: int,
+    recorded: dict[str, Any] | None,
+    options: dict[str, Any],
+    agree: Callable[[list[float]], list[float]],
+) -> StreamSource:
+    """An iterable dataset: as many logical shards as micro-batches a window."""
+    refused = {
+        "shuffle": spec.shuffle,
+        "weights": spec.weights is not None,
+        "sampler": spec.sampler is not None,
+        "drop_last": spec.drop_last,
+    }
+    for name in (name for name, given in refused.items() if given):
+        raise ConfigError(f"got {name} for an iterable dataset", "a stream has an order of its own", "leave it out")
+    if not isinstance(spec.batch_size, int) or spec.batch_size < 1:
+        raise ConfigError(f"got batch_size={spec.batch_size!r}", "it is 1 or more samples of one step", "pass 32")
+    size, shards = spec.micro_batch_size, spec.micro_batches
+    if size is None and shards is None:
+        shards = int(recorded["shards"]) if recorded is not None and "shards" in recorded else world_size
+    if size is None:
+        size = spec.batch_size // (shards or 1)
+    if size < 1 or spec.batch_size % size:
+        raise ConfigError(
+            f"got batch_size={spec.batch_size} in micro-batches of {size}",
+            "each shard of a stream gives one whole micro-batch a window",
+            "pass a batch_size that micro_batch_size divides",
+        )
+    return StreamSource(spec.data, spec.batch_size // size, size, seed, spec.collate_fn, options, agree)
 
 
 def _check_options(options: dict[str, Any]) -> None:

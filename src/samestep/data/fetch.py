@@ -13,7 +13,7 @@ from torch.utils.data import Subset, TensorDataset, default_collate
 from samestep.errors import DataError
 from samestep.rng import Purpose, key
 
-__all__ = ["Collate", "Fetcher", "Request", "as_dataset", "seed_everything"]
+__all__ = ["Collate", "Fetcher", "Request", "as_dataset", "seed_everything", "tell_epoch"]
 
 
 class Request(NamedTuple):
@@ -70,7 +70,7 @@ class Fetcher:
     def __getitems__(self, request: Request) -> Any:
         """The samples of `request`, in order."""
         if request.epoch != self._epoch:
-            _tell_epoch(self.dataset, request.epoch)
+            tell_epoch(self.dataset, request.epoch)
             self._epoch = request.epoch
         if self._tensors is not None:
             index = torch.from_numpy(request.indices)
@@ -102,7 +102,8 @@ def _fetches_batches(dataset: Any) -> bool:
     return callable(getattr(dataset, "__getitems__", None))
 
 
-def _tell_epoch(dataset: Any, epoch: int) -> None:
+def tell_epoch(dataset: Any, epoch: int) -> None:
+    """Tell a dataset, and those it wraps, the epoch: by `set_epoch(epoch)`, or else by an attribute `epoch`."""
     while dataset is not None:
         if callable(getattr(dataset, "set_epoch", None)):
             dataset.set_epoch(epoch)
@@ -129,7 +130,7 @@ def as_dataset(data: Any) -> Any:
     if missing or isinstance(data, dict | str):
         raise DataError(
             f"got {type(data).__name__} as a dataset" + (f", without {' and '.join(missing)}" if missing else ""),
-            "a dataset has __len__ and __getitem__, or is an iterable of batches, a stream, a DataLoader, or tensors",
+            "data is a dataset with __len__ and __getitem__, an IterableDataset, a DataLoader, or tensors of equal length",
             "pass one of these to run.loader",
         )
     return data

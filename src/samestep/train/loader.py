@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from samestep.data.move import prefetched
-from samestep.data.source import Source
+from samestep.data.source import Plan, Source
 from samestep.errors import ConfigError, WindowError
 from samestep.train.engine import Engine
 from samestep.train.window import Window
@@ -66,12 +66,10 @@ class Loader:
                     "iterate it once for each pass of run.epochs",
                 )
             self.set_position(self.epoch + 1, 0)
-        engine, stream = self._engine, None
-        world, self.trained = engine.world, True
+        engine, self.trained = self._engine, True
         if self._window is not None:  # the last pass was left early: go on where it stopped
             self.set_position(*self.position)
-        for plan, batches in self.source.windows(self.epoch, self._next, world.rank, world.size):
-            stream = stream or prefetched(batches, engine.device)
+        for plan, stream in self._on_device(self.epoch, self._next):
             self._window = Window(engine, self.epoch, plan, stream)
             yield self._window
             self._window.close()
@@ -83,12 +81,18 @@ class Loader:
 
     def evaluate(self) -> Iterator[Any]:
         """This rank's batches of one pass, each sample on one rank, without windows or collectives."""
-        world = self._engine.world
-        stream = None
-        for plan, batches in self.source.windows(0, 0, world.rank, world.size):
-            stream = stream or prefetched(batches, self._engine.device)
+        for plan, stream in self._on_device(0, 0):
             for _ in plan.share:
                 yield next(stream)
+
+    def _on_device(self, epoch: int, first: int) -> Iterator[tuple[Plan, Iterator[Any]]]:
+        """The source's windows, their batches on the run's device; one iterator may serve many windows."""
+        world = self._engine.world
+        inner, stream = None, iter(())
+        for plan, batches in self.source.windows(epoch, first, world.rank, world.size):
+            if batches is not inner:
+                inner, stream = batches, prefetched(batches, self._engine.device)
+            yield plan, stream
 
     def _check_grid(self) -> None:
         engine, size = self._engine, self._engine.world.size

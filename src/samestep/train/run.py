@@ -291,6 +291,7 @@ class Run:
             world_size=self.world_size,
             device=self.device,
             recorded=saved["source"] if saved else None,
+            agree=lambda numbers: sum_numbers(self.world, numbers),
         )
         loader = Loader(self._engine, source, name, self._after_window)
         if saved:
