@@ -7,6 +7,7 @@ import multiprocessing
 import multiprocessing.connection
 import os
 import socket
+import sys
 import tempfile
 import time
 import traceback
@@ -17,7 +18,9 @@ __all__ = ["RanksFailed", "free_port", "run_ranks"]
 
 _CONTEXT = multiprocessing.get_context("forkserver")
 # The server imports torch once (single-threaded, so forking it is safe); a rank then starts in milliseconds.
-_CONTEXT.set_forkserver_preload(["torch", "torch.distributed", "numpy", "samestep.train.run", "samestep.train.fit"])
+# torch imports its compiler when the first optimizer is made, which costs a second.
+_PRELOAD = ["torch", "torch._dynamo", "samestep.train.run", "samestep.train.fit", "samestep.train.plain"]
+_CONTEXT.set_forkserver_preload(_PRELOAD + [name for name in ("pytest", "hypothesis") if name in sys.modules])
 
 
 class RanksFailed(AssertionError):  # noqa: N818 - says what happened, like pytest's Failed

@@ -5,15 +5,20 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch.optim import Optimizer
 
 from samestep.errors import CheckpointError
 
 __all__ = ["optimizer_from_names", "optimizer_to_names"]
 
+# How a step is computed, and what the parameters are called, belong to the live optimizer; the rest is what is computed.
+_LIVE = frozenset({"params", "param_names", "foreach", "fused", "capturable"})
+_SHOWN = 10
+
 
 def optimizer_to_names(optimizer: Optimizer, names: Mapping[int, str]) -> dict[str, Any]:
-    """The state of `optimizer`.
+    """The state of `optimizer`, its tensors not copied.
 
     Args:
         optimizer: any torch optimizer.
@@ -21,46 +26,105 @@ def optimizer_to_names(optimizer: Optimizer, names: Mapping[int, str]) -> dict[s
 
     Returns:
         {"groups": [{"names": [...], hyperparameters}], "state": {name: {...}}}.
+
+    Raises:
+        CheckpointError: for a parameter without a name, or state that belongs to no parameter.
     """
     state = optimizer.state_dict()
-    number_to_name = {}
-    for group, saved in zip(optimizer.param_groups, state["param_groups"], strict=True):
-        for param, number in zip(group["params"], saved["params"], strict=True):
-            number_to_name[number] = names[id(param)]
-    groups = [
-        {"names": [number_to_name[n] for n in group["params"]], **{k: v for k, v in group.items() if k != "params"}}
-        for group in state["param_groups"]
-    ]
-    return {"groups": groups, "state": {number_to_name[number]: values for number, values in state["state"].items()}}
+    known: dict[Any, str] = {}
+    groups = []
+    for index, (group, saved) in enumerate(zip(optimizer.param_groups, state["param_groups"], strict=True)):
+        own = _names(group["params"], names, index)
+        known.update(zip(saved["params"], own, strict=True))
+        hyperparameters = {key: value for key, value in saved.items() if key not in ("params", "param_names")}
+        groups.append({"names": own, **hyperparameters})
+    if foreign := [key for key in state["state"] if key not in known]:
+        raise CheckpointError(
+            f"{type(optimizer).__name__} keeps state under {foreign[:_SHOWN]}, which is no parameter",
+            "optimizer state is saved by parameter name",
+            "register an object with state_dict and load_state_dict for it",
+        )
+    return {"groups": groups, "state": {known[number]: values for number, values in state["state"].items()}}
 
 
 def optimizer_from_names(optimizer: Optimizer, names: Mapping[int, str], saved: Mapping[str, Any]) -> None:
     """Load what `optimizer_to_names` gave into a live optimizer, by torch's own rules of casting and placing.
 
+    The live optimizer keeps its own foreach, fused and capturable: they say how a step is computed, not what.
+
+    Args:
+        optimizer: with the same groups of the same parameters, in any order within a group.
+        names: {id of a parameter: its name}.
+        saved: from `optimizer_to_names`.
+
     Raises:
         CheckpointError: when the groups or their parameters are not the same.
     """
-    live, groups = optimizer.param_groups, saved["groups"]
-    if len(live) != len(groups):
-        raise CheckpointError(
-            f"the checkpoint's optimizer has {len(groups)} parameter groups, this one has {len(live)}",
-            "a restart makes the same groups, those added later included",
-            "add them before prepare",
-        )
     current = optimizer.state_dict()
+    try:
+        groups, values = list(saved["groups"]), dict(saved["state"])
+        theirs = [list(group["names"]) for group in groups]
+    except (KeyError, TypeError) as e:
+        raise CheckpointError(
+            f"this is not optimizer state by name ({type(e).__name__}: {e})",
+            "it has groups with names, and state",
+            "pass what optimizer_to_names gave",
+        ) from None
+    if len(groups) != len(optimizer.param_groups):
+        raise CheckpointError(
+            f"the checkpoint's optimizer has {len(groups)} parameter groups, this one has {len(optimizer.param_groups)}",
+            "a restart makes the same groups, those added later included",
+            "call add_param_group for them before loading",
+        )
     numbers: dict[str, int] = {}
     rebuilt = []
-    for index, (group, own, old) in enumerate(zip(live, current["param_groups"], groups, strict=True)):
-        mine = [names[id(param)] for param in group["params"]]
-        if set(mine) != set(old["names"]):
-            missing = sorted(set(mine) - set(old["names"]))
-            unexpected = sorted(set(old["names"]) - set(mine))
-            raise CheckpointError(
-                f"parameter group {index}: the checkpoint lacks {missing[:10]} and has {unexpected[:10]} besides",
-                "a restart gives the optimizer the same parameters",
-                "use the script that saved it",
-            )
+    for index, (live, own, old) in enumerate(zip(optimizer.param_groups, current["param_groups"], groups, strict=True)):
+        mine = _names(live["params"], names, index)
+        _check_same(index, mine, theirs[index])
         numbers.update(zip(mine, own["params"], strict=True))
-        rebuilt.append({**{k: v for k, v in old.items() if k != "names"}, "params": own["params"]})
-    state = {numbers[name]: values for name, values in saved["state"].items()}
+        rebuilt.append(_rebuilt(own, old))
+    if lost := sorted(map(str, values.keys() - numbers.keys())):
+        raise CheckpointError(
+            f"the checkpoint has optimizer state for {', '.join(lost[:_SHOWN])}, which no group of it holds",
+            "state belongs to a parameter",
+            "use an earlier checkpoint",
+        )
+    state = {numbers[name]: value for name, value in values.items()}
     optimizer.load_state_dict({"state": state, "param_groups": rebuilt})
+
+
+def _names(params: list[torch.Tensor], names: Mapping[int, str], index: int) -> list[str]:
+    own = [names.get(id(param)) for param in params]
+    found = [name for name in own if name is not None]
+    if len(found) != len(own):
+        first = own.index(None)
+        raise CheckpointError(
+            f"parameter {first} of group {index}, of shape {tuple(params[first].shape)}, has no name",
+            "each parameter of an optimizer belongs to a model that is saved",
+            "prepare the model it belongs to, or leave it out of the optimizer",
+        )
+    return found
+
+
+def _check_same(index: int, mine: list[str], theirs: list[str]) -> None:
+    missing, unexpected = sorted(set(mine) - set(theirs)), sorted(set(theirs) - set(mine))
+    if not missing and not unexpected and len(mine) == len(theirs):
+        return
+    raise CheckpointError(
+        f"parameter group {index}: {len(missing)} missing in the checkpoint: {', '.join(missing[:_SHOWN]) or 'none'}; "
+        f"{len(unexpected)} unexpected: {', '.join(unexpected[:_SHOWN]) or 'none'}",
+        "a restart gives each group the parameters it had",
+        "build the optimizer as the run that saved it did",
+    )
+
+
+def _rebuilt(own: Mapping[str, Any], old: Mapping[str, Any]) -> dict[str, Any]:
+    """A group for load_state_dict: saved hyperparameters, live parameters; tensors (a tensor lr) where the live are."""
+    group = dict(own)
+    for key, value in old.items():
+        if key == "names" or (key in _LIVE and key in own):
+            continue
+        live = own.get(key)
+        both = isinstance(value, torch.Tensor) and isinstance(live, torch.Tensor)
+        group[key] = value.to(live.device) if both else value
+    return group
