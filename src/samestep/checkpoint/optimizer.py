@@ -125,6 +125,7 @@ def _rebuilt(own: Mapping[str, Any], old: Mapping[str, Any]) -> dict[str, Any]:
         if key == "names" or (key in _LIVE and key in own):
             continue
         live = own.get(key)
-        both = isinstance(value, torch.Tensor) and isinstance(live, torch.Tensor)
-        group[key] = value.to(live.device) if both else value
+        if isinstance(value, torch.Tensor) and isinstance(live, torch.Tensor):
+            value = value.to(live.device)
+        group[key] = value
     return group

@@ -72,7 +72,8 @@ class Checkpoint:
             for file in self.manifest.files:
                 with safetensors.safe_open(self.path / file, framework="pt", device="cpu") as content:
                     # a copy: the reader maps the file, and a mapping outlives neither truncation nor a lost network disk
-                    tensors |= {name: content.get_tensor(name).to(device, copy=True) for name in content.keys()}
+                    for name in content.keys():  # noqa: SIM118 (it is no dict, and cannot be iterated)
+                        tensors[name] = content.get_tensor(name).to(device, copy=True)
             tensors |= {alias: tensors[name] for alias, name in self.manifest.aliases.items()}
         except (OSError, KeyError, safetensors.SafetensorError) as e:
             raise CheckpointError(
@@ -179,7 +180,7 @@ class Store:
                 shutil.rmtree(left, ignore_errors=True)
 
     def _put_in_place(self, temporary: Path, step: int) -> None:
-        """Rename. No rename replaces a full directory: the old one keeps a name that readers know until the new is there."""
+        """Rename. No rename replaces a directory that is not empty, so the old one is set aside under a name readers know."""
         final, old = self._versions(step)
         if final.exists():
             _remove(old)
