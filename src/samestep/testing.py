@@ -55,7 +55,7 @@ def run_ranks(
     Raises:
         RanksFailed: unless every rank returned.
     """
-    port = free_port()
+    port, method = free_port(), multiprocessing.get_start_method()
     with tempfile.TemporaryDirectory() as stacks:
         ranks = []
         for rank in range(world_size):
@@ -71,7 +71,7 @@ def run_ranks(
             }
             receiver, sender = _CONTEXT.Pipe(duplex=False)
             stack = os.path.join(stacks, str(rank))  # noqa: PTH118
-            process = _CONTEXT.Process(target=_child, args=(fn, args, environment, sender, stack, timeout_s))
+            process = _CONTEXT.Process(target=_child, args=(fn, args, environment, sender, stack, timeout_s, method))
             process.start()
             sender.close()
             ranks.append((process, receiver))
@@ -83,10 +83,18 @@ def run_ranks(
 
 
 def _child(
-    fn: Callable[..., Any], args: Any, environment: dict[str, str], sender: Any, stack: str, timeout_s: float
+    fn: Callable[..., Any],
+    args: Any,
+    environment: dict[str, str],
+    sender: Any,
+    stack: str,
+    timeout_s: float,
+    method: str,
 ) -> None:
     import torch
 
+    # forkserver has made itself the default here; loader workers are to start as they would in the caller.
+    multiprocessing.set_start_method(method, force=True)
     os.environ.update(environment)
     torch.set_num_threads(1)
     with open(stack, "w") as file:  # noqa: PTH123

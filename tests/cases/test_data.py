@@ -176,7 +176,13 @@ def test_c42_every_tensor_in_nested_and_custom_containers_is_moved() -> None:
     tensors = [moved["a"], *moved["b"], moved["c"].x, moved["d"].x, moved["g"]["h"][0]]
     assert {t.device.type for t in tensors} == {"meta"}
     assert {t.dtype for t in tensors} == {torch.int64}, "integers are never cast"
-    assert (moved["e"], moved["f"], moved["c"].name, moved["d"].note, moved["g"]["h"][1]) == ("text", None, "name", None, 3)
+    assert (moved["e"], moved["f"], moved["c"].name, moved["d"].note, moved["g"]["h"][1]) == (
+        "text",
+        None,
+        "name",
+        None,
+        3,
+    )
     assert [type(moved), type(moved["c"]), type(moved["d"])] == [collections.UserDict, Point, Sample]
     assert batch["a"].device.type == batch["d"].x.device.type == batch["c"].x.device.type == "cpu"
 

@@ -72,6 +72,7 @@ def test_c26_names_match_across_wrappers(saved: str, loaded: str) -> None:
     assert target.weight.item() == 5.0
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, when it imports its compiler
 def test_c26_a_compiled_model_is_saved_under_its_own_names(tmp_path: Path) -> None:
     with quiet_run(tmp_path) as run:
         net = nn.Linear(1, 1)
@@ -87,7 +88,7 @@ def test_c26_a_compiled_model_is_saved_under_its_own_names(tmp_path: Path) -> No
 
 def test_c26_a_file_of_another_model_is_refused_with_the_count() -> None:
     net = nn.Linear(1, 1)
-    with pytest.raises(samestep.CheckpointError, match=r"0 of 2 tensors match.*missing: weight, bias.*unexpected: x\.y"):
+    with pytest.raises(samestep.CheckpointError, match=r"0 of 2 matched.*missing: weight, bias.*unexpected: x\.y"):
         match({"x.y": torch.ones(3)}, net.state_dict())
 
 
@@ -102,11 +103,10 @@ def test_c27_a_kill_in_mid_write_leaves_the_checkpoint_before_it(tmp_path: Path)
             store = storage.Store(__import__("pathlib").Path(sys.argv[1]), keep_last=None)
             for step in (9, 10):
                 store.save(step, {"x": torch.full((1000,), float(step))}, {})
-            def killed(path):
-                with open(path, "r+b") as file:
-                    file.truncate(100)
+            def killed(descriptor):
+                os.ftruncate(descriptor, 100)
                 os.kill(os.getpid(), signal.SIGKILL)
-            storage.sync = killed
+            os.fsync = killed
             store.save(11, {"x": torch.zeros(1000)}, {})
             """
         )
@@ -120,7 +120,7 @@ def test_c27_a_kill_in_mid_write_leaves_the_checkpoint_before_it(tmp_path: Path)
     assert newest is not None
     assert newest.manifest.step == 10
     assert newest.load()["x"].tolist() == [10.0] * 1000
-    assert any("step-0000000011" in line and "not finished" in line for line in said)
+    assert any("step-00000011" in line and "not finished" in line for line in said)
 
 
 def test_c28_a_file_saved_on_a_gpu_loads_on_a_machine_without_one(tmp_path: Path, monkeypatch) -> None:
@@ -149,7 +149,7 @@ def c29(directory: str, on_all: bool) -> list[str]:
 @pytest.mark.parametrize("on_all", [True, False])
 def test_c29_save_works_on_all_ranks_and_on_main_alone(tmp_path: Path, on_all: bool) -> None:
     main, other = run_ranks(c29, 2, str(tmp_path), on_all)
-    assert main == ["checkpoints/step-0000000000/manifest.json"]
+    assert main == ["checkpoints/step-00000000/manifest.json"]
     if on_all:
         assert other == main, "it exists when the other rank's call returns"
 

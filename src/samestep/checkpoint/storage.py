@@ -20,7 +20,7 @@ import torch
 
 import samestep
 from samestep.checkpoint.manifest import Manifest
-from samestep.checkpoint.tree import STORED_DTYPES, flatten, unflatten
+from samestep.checkpoint.tree import STORED_DTYPES, as_bytes, flatten, unflatten
 from samestep.errors import CheckpointError
 
 __all__ = ["Checkpoint", "Store", "sync", "verify", "write_file"]
@@ -180,7 +180,7 @@ class Store:
                 shutil.rmtree(left, ignore_errors=True)
 
     def _put_in_place(self, temporary: Path, step: int) -> None:
-        """Rename. No rename replaces a directory that is not empty, so the old one is set aside under a name readers know."""
+        """Rename. A full directory cannot be renamed over, so the old one waits under a name that readers know."""
         final, old = self._versions(step)
         if final.exists():
             _remove(old)
@@ -257,7 +257,7 @@ def _safetensors(tensors: dict[str, torch.Tensor]) -> Iterator[Any]:
     text += b" " * (-len(text) % 8)
     yield struct.pack("<Q", len(text)) + text
     for name in names:
-        yield tensors[name].cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+        yield as_bytes(tensors[name]).cpu().numpy().data
 
 
 def write_file(path: Path, chunks: Any) -> dict[str, Any]:

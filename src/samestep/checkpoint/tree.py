@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from samestep.errors import CheckpointError
 
-__all__ = ["STORED_DTYPES", "flatten", "unflatten"]
+__all__ = ["STORED_DTYPES", "as_bytes", "flatten", "unflatten"]
 
 STORED_DTYPES = {
     torch.bool: "BOOL",
@@ -117,16 +117,21 @@ def _flatten_tensor(kind: str, value: Any, where: str, tensors: dict[str, torch.
         raise _refusal(value, where)
     data = data.detach().resolve_conj().resolve_neg()
     name = where.encode("utf-8", "backslashreplace").decode() or "tensor"
-    while (
-        name in tensors or name == "__metadata__"
-    ):  # {"a": {"b": t}, "a.b": u}; and the file keeps one name for itself
+    while name in tensors or name == "__metadata__":  # {"a": {"b": t}, "a.b": u}; one name is the file's own
         name += "'"
     entry: dict[str, Any] = {_KIND: kind, "is": name}
     if data.dtype not in STORED_DTYPES:
         entry |= {"dtype": str(data.dtype).removeprefix("torch."), "shape": list(data.shape)}
-        data = data.contiguous().reshape(-1).view(torch.uint8)
+        data = as_bytes(data)
     tensors[name] = data
     return entry
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The values in row-major order as a uint8 vector, where they are; not copied if they are contiguous."""
+    if not tensor.numel():  # its strides may be anything, and then torch refuses the view
+        return torch.empty(0, dtype=torch.uint8, device=tensor.device)
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
 
 
 def _from_numpy(value: Any, where: str) -> torch.Tensor:
