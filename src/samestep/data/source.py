@@ -47,6 +47,8 @@ class Source(abc.ABC):
     """M of a full window: the largest number of ranks that all have work."""
     smallest_window: int
     """M of the smallest window of an epoch (1 when unknown)."""
+    warning: str | None = None
+    """What a model that normalises over the batch should know about this cut; None for nothing."""
 
     @abc.abstractmethod
     def windows(self, epoch: int, first: int, rank: int, world_size: int) -> Iterator[tuple[Plan, Iterator[Any]]]:
@@ -63,6 +65,7 @@ class Cut(abc.ABC):
     num_windows: int
     micro_batches: int
     smallest_window: int
+    warning: str | None = None
 
     @abc.abstractmethod
     def shares(self, epoch: int, first: int, rank: int, world_size: int) -> Iterator[tuple[Plan, list[Request]]]:
@@ -80,6 +83,13 @@ class GridCut(Cut):
         self.order, self.grid = order, grid
         self.num_windows, self.micro_batches = grid.num_windows, grid.micro_batches
         self.smallest_window = grid.num_micro_batches(grid.num_windows - 1)
+        self.warning = self._lone_sample()
+
+    def _lone_sample(self) -> str | None:
+        grid, last = self.grid, self.grid.num_windows - 1
+        if grid.micro_batch_size == 1 or len(grid.micro_batch(last, grid.num_micro_batches(last) - 1)) != 1:
+            return None
+        return f"{grid.describe()}: the last micro-batch of an epoch has one sample"
 
     def shares(self, epoch: int, first: int, rank: int, world_size: int) -> Iterator[tuple[Plan, list[Request]]]:
         """See Cut. The order is evaluated for the share's own positions only, many windows at once."""
@@ -184,7 +194,7 @@ class MapSource(Source):
         self, dataset: Any, cut: Cut, seed: int, collate_fn: Callable[[Any], Any] | None, options: dict[str, Any]
     ) -> None:
         self.cut = cut
-        self.micro_batches, self.smallest_window = cut.micro_batches, cut.smallest_window
+        self.micro_batches, self.smallest_window, self.warning = cut.micro_batches, cut.smallest_window, cut.warning
         self._fetcher = Fetcher(dataset, seed, whole=collate_fn is None)
         self._collate = Collate(collate_fn)
         self._feed = _Feed()

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
+
+from torch import nn
 
 from samestep.data.move import prefetched
 from samestep.data.source import Plan, Source
@@ -103,9 +106,19 @@ class Loader:
                 f"start at most {self.source.micro_batches} ranks, or set a smaller micro_batch_size (at a new start: "
                 "a checkpoint keeps its grid)",
             )
+        if self.source.warning is not None and engine.world.is_main and _normalises_over_batch(engine):
+            warnings.warn(
+                f"{self.source.warning}, over which BatchNorm cannot compute a variance; pass drop_last=True or another "
+                "batch_size or micro_batch_size",
+                stacklevel=3,
+            )
         if self.source.smallest_window < size and any(model.replica.static_graph for model in engine.models):
             raise ConfigError(
                 f"got static_graph=True and a window of {self.source.smallest_window} micro-batch(es) for {size} ranks",
                 "static_graph needs the same work on every rank in every window",
                 "pass drop_last=True, or prepare without static_graph",
             )
+
+
+def _normalises_over_batch(engine: Engine) -> bool:
+    return any(isinstance(module, nn.BatchNorm1d) for model in engine.models for module in model.modules())
