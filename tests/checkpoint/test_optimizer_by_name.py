@@ -21,7 +21,7 @@ OPTIMIZERS = {
     "nadam": lambda params: torch.optim.NAdam(params, lr=0.1),
     "asgd": lambda params: torch.optim.ASGD(params, lr=0.1),
     "adadelta": lambda params: torch.optim.Adadelta(params, lr=0.1),
-    "tensor_lr": lambda params: torch.optim.AdamW(params, lr=torch.tensor(0.1), foreach=True, capturable=False),
+    "tensor_lr": lambda params: torch.optim.AdamW(params, lr=torch.tensor(0.1), foreach=False),
 }
 
 

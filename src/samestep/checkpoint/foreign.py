@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import pickle
+import re
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -73,22 +74,20 @@ def _load(file: Path, device: str | torch.device) -> Any:
             mapped = zipfile.is_zipfile(file)  # the older format cannot be mapped
     except OSError as e:
         raise CheckpointError(f"cannot read {file}: {e.strerror}", "it is a file of torch.save", "check path") from None
+    torch.empty(0, device=device)  # a device that cannot be used is no fault of the file
     try:
         return torch.load(file, map_location=torch.device(device), weights_only=True, mmap=mapped)
-    except pickle.UnpicklingError as e:
-        needs = _classes(file) if mapped else []
-        if not needs and not mapped:
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as e:  # on bytes that are no pickle, torch's reader fails in many ways
+        needs = _classes(file, str(e)) if isinstance(e, pickle.UnpicklingError) else []
+        if not needs:
             raise _not_torch(file, e) from e
         raise CheckpointError(
-            f"{file} needs {', '.join(needs[:10]) or 'other classes'} to be read",
+            f"{file} needs {', '.join(needs[:10])} to be read",
             "loading runs no code from a file, so it holds tensors, numbers, text, lists and dicts only",
             f"if you trust it, {_SAVE}",
         ) from None
-    except (RuntimeError, EOFError, KeyError, ValueError, AttributeError, IndexError, TypeError) as e:
-        # on bytes that are no pickle, torch's reader fails in any of these ways
-        if isinstance(e, torch.OutOfMemoryError) or "CUDA" in str(e):
-            raise
-        raise _not_torch(file, e) from e
 
 
 def _not_torch(file: Path, cause: Exception) -> CheckpointError:
@@ -100,10 +99,12 @@ def _not_torch(file: Path, cause: Exception) -> CheckpointError:
     )
 
 
-def _classes(file: Path) -> list[str]:
+def _classes(file: Path, message: str) -> list[str]:
+    """What a file would import: all of it if torch can tell, else what its refusal names."""
     with contextlib.suppress(Exception):  # it only makes the message better
-        return torch.serialization.get_unsafe_globals_in_checkpoint(file)
-    return []
+        if names := torch.serialization.get_unsafe_globals_in_checkpoint(file):
+            return names
+    return re.findall(r"GLOBAL ([\w.]+)", message)[:1]
 
 
 def write_torch_file(
@@ -129,9 +130,18 @@ def write_torch_file(
         sync(final.parent)
     except (OSError, RuntimeError) as e:
         raise CheckpointError(
-            f"{final} could not be written: {getattr(e, 'strerror', None) or e}",
+            f"{final} could not be written: {_cause(e)}",
             "a file that was there before is untouched",
             "free space or check permissions, then save again",
         ) from e
     finally:
-        temporary.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+
+
+def _cause(error: BaseException) -> str:
+    """Of a failed write; torch's writer raises a RuntimeError of its own on the way out of the disk's error."""
+    first = error
+    while not isinstance(first, OSError) and first.__context__ is not None:
+        first = first.__context__
+    return str(getattr(first, "strerror", None) or error)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import hashlib
 import math
 from collections.abc import Callable, Sequence
 
@@ -15,7 +16,9 @@ __all__ = ["Listed", "Order", "Sequential", "Shuffled", "Weighted"]
 
 _ROUNDS, _ROUNDS_SMALL = 8, 24  # with few positions, permutations come out evenly only after about 16 rounds
 _SMALL = 4096
-_CHUNK = 1 << 15  # positions permuted at once: the work arrays stay in the cache
+_CHUNK = 1 << 14  # positions permuted at once: the work arrays (128 KiB each) stay in the cache
+_LARGEST = 1 << 62
+_HALF = np.uint64(32)
 
 
 class Order(abc.ABC):
@@ -26,10 +29,32 @@ class Order(abc.ABC):
 
     @abc.abstractmethod
     def at(self, epoch: int, positions: np.ndarray) -> np.ndarray:
-        """The sample indices at `positions` of `epoch`: int64 of the same shape (n,)."""
+        """The sample indices at `positions` of `epoch`, whatever else is asked for with them.
+
+        Args:
+            epoch: number of the epoch, from 0.
+            positions: whole numbers in [0, num_samples), shape (n,); not checked.
+
+        Returns:
+            int64 of shape (n,).
+        """
+
+    def indices(self, epoch: int, start: int, stop: int) -> np.ndarray:
+        """The sample indices at the positions [start, stop) of `epoch`: int64 of shape (stop - start,).
+
+        Raises:
+            DataError: unless 0 <= start <= stop <= num_samples.
+        """
+        if not 0 <= start <= stop <= self.num_samples:
+            raise DataError(
+                f"got the positions [{start}, {stop})",
+                f"an epoch's are in [0, {self.num_samples})",
+                "ask for positions of one epoch",
+            )
+        return self.at(epoch, np.arange(start, stop, dtype=np.int64))
 
     def describe(self) -> dict[str, int | str]:
-        """What a checkpoint keeps of it; a restart with another description is refused."""
+        """What a checkpoint keeps of it, as JSON values; a restart with another description is refused."""
         return {"kind": type(self).__name__, "num_samples": self.num_samples}
 
 
@@ -58,13 +83,20 @@ class Shuffled(Order):
     Args:
         num_samples: n, up to 2**62.
         seed: the run's seed.
+
+    Raises:
+        DataError: for an n outside [0, 2**62].
+        ConfigError: for what is not a seed.
     """
 
     def __init__(self, num_samples: int, seed: int) -> None:
         self.num_samples, self._seed = _checked_length(num_samples), check_seed(seed)
-        self._rounds = _ROUNDS_SMALL if num_samples < _SMALL else _ROUNDS
-        self._a = math.isqrt(max(num_samples - 1, 0)) + 1
-        self._b = -(-num_samples // self._a) if num_samples else 1
+        self._rounds = _ROUNDS_SMALL if self.num_samples < _SMALL else _ROUNDS
+        self._a = math.isqrt(max(self.num_samples - 1, 0)) + 1
+        self._b = max(1, -(-self.num_samples // self._a))
+        # A round rotates rows or columns, and rotating an odd number of things is an even permutation: with both sides
+        # odd no network could ever give an odd one, which is half of all.
+        self._b += self._a % 2 and self._b % 2
 
     def at(self, epoch: int, positions: np.ndarray) -> np.ndarray:
         """See Order. Time is linear in the number of positions, whatever they are."""
@@ -78,67 +110,67 @@ class Shuffled(Order):
     def _permute(self, values: np.ndarray, keys: list[int]) -> np.ndarray:
         values = self._network(values, keys)
         outside = np.flatnonzero(values >= self.num_samples)
-        while len(outside):  # a * b - n < a + b, so few positions walk, and few of those twice
+        while len(outside):  # a * b - n < 2 * a, so few positions walk, and few of those twice
             values[outside] = self._network(values[outside], keys)
             outside = outside[values[outside] >= self.num_samples]
-        return values.astype(np.int64)
+        return values
 
     def _network(self, values: np.ndarray, keys: list[int]) -> np.ndarray:
-        b = np.uint64(self._b)
-        left, right = values // b, values % b
+        a, b = np.uint64(self._a), np.uint64(self._b)
+        left = values // b
+        right = values - left * b
         for number, round_key in enumerate(keys):
             if number % 2 == 0:
-                left = _add(left, _hash(right, round_key, self._a), self._a)
+                _add_hash(left, right, round_key, a)
             else:
-                right = _add(right, _hash(left, round_key, self._b), self._b)
-        combined: np.ndarray = left * b + right
-        return combined
+                _add_hash(right, left, round_key, b)
+        left *= b
+        left += right
+        return left
 
     def describe(self) -> dict[str, int | str]:
         """See Order. The version changes if a release ever gives other permutations."""
         return {**super().describe(), "version": 1}
 
 
-def _hash(values: np.ndarray, round_key: int, size: int) -> np.ndarray:
-    """A keyed pseudorandom number in [0, size) for each value; size < 2**32, taken from the top 32 bits."""
-    return (mix(values, round_key) >> np.uint64(32)) * np.uint64(size) >> np.uint64(32)
+def _add_hash(values: np.ndarray, others: np.ndarray, round_key: int, size: np.uint64) -> None:
+    """values = (values + F(others)) % size in place, F keyed and pseudorandom in [0, size); values < size < 2**32.
 
-
-def _add(values: np.ndarray, more: np.ndarray, size: int) -> np.ndarray:
-    """(values + more) % size for values, more < size; an unsigned number minus a larger one is huge."""
-    total = values + more
-    return np.minimum(total, total - np.uint64(size))
+    F is the top 32 bits of the hash, scaled: Lemire, "Fast random integer generation in an interval", 2019.
+    """
+    work = mix(others, round_key)
+    work >>= _HALF
+    work *= size
+    work >>= _HALF
+    values += work
+    np.subtract(values, size, out=work)
+    np.minimum(values, work, out=values)  # where values < size, the unsigned difference has wrapped to a huge number
 
 
 class Weighted(Order):
     """Draws with replacement, in proportion to weights; each position's draw is keyed by (seed, epoch, position).
 
+    A draw is a multiple of 2**-53 of the weights' sum, looked up in their cumulative sum (inverse transform sampling).
+
     Args:
-        weights: one for each sample; 0 is never drawn.
+        weights: one for each sample, shape (n,), taken as float64; 0 is never drawn.
         num_draws: positions in an epoch; None: as many as samples.
         seed: the run's seed.
 
     Raises:
-        ConfigError: for weights that are not finite numbers, 0 or more, with a positive sum.
+        ConfigError: for weights that are not finite numbers, 0 or more, with a positive, finite sum; for a `num_draws`
+            that is not a whole number, 1 or more; for what is not a seed.
     """
 
     def __init__(self, weights: Sequence[float] | np.ndarray, num_draws: int | None, seed: int) -> None:
-        array = np.asarray(weights, dtype=np.float64)
-        bad = np.flatnonzero(~(np.isfinite(array) & (array >= 0))) if array.ndim == 1 else np.array([0])
-        if array.ndim != 1 or len(bad) or not array.sum() > 0:
-            what = f"weight {bad[0]} is {array.flat[bad[0]]}" if len(bad) else "all weights are 0"
-            raise ConfigError(
-                f"got weights of shape {array.shape}, {what}",
-                "weights are one finite number, 0 or more, for each sample, not all 0",
-                "check the weights",
-            )
+        array = _checked_weights(weights)
+        if num_draws is not None and (not _is_whole(num_draws) or num_draws < 1):
+            raise ConfigError(f"got num_draws={num_draws!r}", "it is a whole number, 1 or more", "pass one, or None")
         self.num_samples = _checked_length(len(array) if num_draws is None else num_draws)
         self._seed = check_seed(seed)
         self._drawable = np.flatnonzero(array)
         self._upto = np.cumsum(array[self._drawable])
-        self._digest = int(
-            mix(array.view(np.uint64) + np.arange(len(array), dtype=np.uint64), 0).sum() >> np.uint64(12)
-        )
+        self._digest = hashlib.blake2b(array.astype("<f8").tobytes(), digest_size=8).hexdigest()
 
     def at(self, epoch: int, positions: np.ndarray) -> np.ndarray:
         """See Order."""
@@ -154,7 +186,7 @@ class Weighted(Order):
 
 
 class Listed(Order):
-    """A list that someone else makes for each epoch, such as a torch Sampler.
+    """A list that someone else makes for each epoch, such as a torch Sampler. One epoch's list is kept.
 
     Args:
         make: epoch -> indices; a pure function of the epoch.
@@ -173,22 +205,67 @@ class Listed(Order):
             DataError: when the list is not `num_samples` whole numbers, 0 or more.
         """
         if self._made is None or self._made[0] != epoch:
-            array = np.asarray(self._make(epoch))
-            if len(array) != self.num_samples or array.dtype.kind not in "iu" or array.min(initial=0) < 0:
-                raise DataError(
-                    f"{self._name} gave {len(array)} values of {array.dtype} in epoch {epoch}",
-                    f"its length says {self.num_samples} indices, whole numbers from 0",
-                    "check the sampler's __len__ and __iter__",
-                )
-            self._made = (epoch, array.astype(np.int64))
-        return self._made[1][positions]
+            self._made = (epoch, self._checked(self._make(epoch), epoch))
+        indices: np.ndarray = self._made[1][positions]
+        return indices
+
+    def _checked(self, made: Sequence[int], epoch: int) -> np.ndarray:
+        try:
+            array = np.asarray(made) if len(made) else np.empty(0, np.int64)
+        except ValueError:  # lists of different lengths, as a batch sampler gives
+            array = np.empty(len(made), object)
+        what = ""
+        if array.ndim != 1:
+            what = f"values of shape {array.shape}"
+        elif len(array) != self.num_samples:
+            what = f"{len(array)} values"
+        elif array.dtype.kind not in "iu":
+            place = next((i for i, value in enumerate(made) if not _is_whole(value)), 0)
+            what = f"{made[place]!r} at position {place}"
+        elif len(bad := np.flatnonzero(array.astype(np.int64) < 0)):  # also an unsigned number above int64
+            what = f"{array[bad[0]]} at position {bad[0]}"
+        if what:
+            raise DataError(
+                f"{self._name} gave {what} in epoch {epoch}",
+                f"by its length it gives {self.num_samples} indices, whole numbers from 0",
+                "check the sampler's __len__ and __iter__",
+            )
+        return array.astype(np.int64)
 
     def describe(self) -> dict[str, int | str]:
         """See Order."""
         return {**super().describe(), "name": self._name}
 
 
+def _checked_weights(weights: Sequence[float] | np.ndarray) -> np.ndarray:
+    """A copy as float64 of shape (n,), with 0.0 for -0.0."""
+    try:
+        array = np.asarray(weights, dtype=np.float64) + 0.0
+    except (TypeError, ValueError) as e:
+        raise ConfigError(f"got weights that are no numbers: {e}", "each sample has one number", "pass floats") from e
+    bad = np.flatnonzero(~(np.isfinite(array) & (array >= 0)))
+    with np.errstate(over="ignore"):
+        total = float(array.sum())
+    if array.ndim != 1:
+        what = f"weights of shape {array.shape}"
+    elif len(bad):
+        what = f"weight {array[bad[0]]} for sample {bad[0]}"
+    elif not 0 < total < math.inf:
+        what = f"{len(array)} weights with the sum {total}"
+    else:
+        return array
+    raise ConfigError(
+        f"got {what}",
+        "weights are one finite number, 0 or more, for each sample, with a positive, finite sum",
+        "check the weights",
+    )
+
+
+def _is_whole(value: object) -> bool:
+    return isinstance(value, int | np.integer) and not isinstance(value, bool)
+
+
 def _checked_length(num_samples: int) -> int:
-    if num_samples < 0 or num_samples > 2**62:
-        raise DataError(f"got {num_samples} samples", "an epoch has 0 to 2**62", "check the dataset's __len__")
+    if not _is_whole(num_samples) or not 0 <= num_samples <= _LARGEST:
+        raise DataError(f"got {num_samples!r} samples", "an epoch has 0 to 2**62", "check the dataset's __len__")
     return int(num_samples)

@@ -53,6 +53,11 @@ class Replica:
         }
         self.static_graph = static_graph
         self.fired = False
+        """This window's exchange has happened."""
+        self.live = False
+        """A window is open: forwards with gradients take part in its exchange."""
+        self.forwards = 0
+        """How many such forwards there were so far."""
         self._ddp: DistributedDataParallel | None = None
         if world.size > 1:
             _check_same_structure(world, module)
@@ -62,7 +67,8 @@ class Replica:
 
     def wrap(self) -> None:
         """(Re)build the DDP wrapper, for the parameters that require a gradient now. All ranks call it together."""
-        self._trainable = [param.requires_grad for param in self.module.parameters()]
+        self.params = list(self.module.parameters())
+        self._trainable = [param.requires_grad for param in self.params]
         self._ddp = None
         if self._world.size == 1 or not any(self._trainable):
             return
@@ -73,11 +79,12 @@ class Replica:
 
     def rewrap_if_unfrozen(self) -> None:
         """Wrap anew when a parameter was frozen or unfrozen since: DDP would leave it out of the exchange, silently."""
-        if [param.requires_grad for param in self.module.parameters()] != self._trainable:
+        if [param.requires_grad for param in self.params] != self._trainable:
             self.wrap()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """A forward that takes part in the exchange."""
+        self.forwards += 1
         if self._ddp is None:
             return self.module(*args, **kwargs)
         try:
@@ -107,7 +114,7 @@ class Replica:
 
     def drop_gradients(self) -> None:
         """Set each .grad to None, and forget that an exchange happened."""
-        for param in self.module.parameters():
+        for param in self.params:
             param.grad = None
         self.fired = False
 

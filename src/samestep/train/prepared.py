@@ -15,7 +15,7 @@ from samestep.precision.policy import Policy, to_fp32
 
 __all__ = ["Prepared", "check_model", "unwrap"]
 
-_OWN = frozenset({"module", "replica", "live", "forwards", "_policy", "_dtypes", "training"})
+_OWN = frozenset({"module", "replica", "_policy", "_dtypes", "training"})
 
 
 class Prepared(nn.Module):
@@ -34,18 +34,14 @@ class Prepared(nn.Module):
         super().__init__()
         self.module = module
         self.replica = replica
-        self.live = False
-        self.forwards = 0
         self._policy = policy
-        self._dtypes = [param.dtype for param in module.parameters()]
+        self._dtypes = [param.dtype for param in replica.params]
         self.training = module.training
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward under the run's precision; 16-bit outputs are returned as fp32."""
-        call: Any = self.module
-        if self.live and torch.is_grad_enabled():
-            self.forwards += 1
-            call = self.replica
+        replica = self.replica
+        call: Any = replica if replica.live and torch.is_grad_enabled() else self.module
         if self._policy.dtype is None:
             return call(*args, **kwargs)
         with torch.autocast(self._policy.device_type, dtype=self._policy.dtype):
@@ -54,7 +50,7 @@ class Prepared(nn.Module):
 
     def check_unmoved(self) -> None:
         """Raise ModelError when a parameter was cast since `prepare`, e.g. by `net.half()` on the inner module."""
-        if [param.dtype for param in self.module.parameters()] != self._dtypes:
+        if [param.dtype for param in self.replica.params] != self._dtypes:
             changed = [
                 f"{name} is {param.dtype}, was {dtype}"
                 for (name, param), dtype in zip(self.module.named_parameters(), self._dtypes, strict=False)

@@ -67,17 +67,19 @@ class Window:
                 "a pass over the micro-batches ends with step()",
                 "call window.step(), or take the next window",
             )
-        self._optimizers, self._models = optimizers, engine.models_of(optimizers)
-        for model in self._models:
+        self._optimizers, models = optimizers, engine.models_of(optimizers)
+        for model in models:
             model.check_unmoved()
-            model.replica.rewrap_if_unfrozen()
-            model.replica.drop_gradients()
-            model.live = True
+        self._replicas = [model.replica for model in models]
+        for replica in self._replicas:
+            replica.rewrap_if_unfrozen()
+            replica.drop_gradients()
+            replica.live = True
         engine.buffers.open()
         self._weights: list[float | torch.Tensor] = [0.0] * len(self.share)
         self._losses: list[torch.Tensor | None] = [None] * len(self.share)
         self._done = [False] * len(self.share)
-        self._forwards_at_open = [model.forwards for model in self._models]
+        self._forwards_at_open = [replica.forwards for replica in self._replicas]
         self._vector: torch.Tensor | None = None
         self.backwards, self.current, self.phase_open = 0, None, True
 
@@ -101,8 +103,8 @@ class Window:
         engine = self.engine
         for k, number in enumerate(self.share):
             batch = self._batch(k)
-            for model in self._models:
-                model.replica.sync(number == self.share[-1])
+            for replica in self._replicas:
+                replica.sync(number == self.share[-1])
             seed = key(engine.seed, Purpose.MICRO_BATCH, self.epoch, self.number, number, phase)
             seed_everything(seed, engine.device)
             self.current, self.forwards_before = k, self.forwards()
@@ -129,7 +131,7 @@ class Window:
 
     def forwards(self) -> int:
         """Forwards of all prepared models so far that could train."""
-        return sum(model.forwards for model in self.engine.models)
+        return sum(model.replica.forwards for model in self.engine.models)
 
     def had_backward(self, k: int) -> bool:
         """Whether the share's k-th micro-batch has had its backward."""
@@ -195,14 +197,14 @@ class Window:
         the number of its forwards in this window.
         """
         engine, m, base = self.engine, self.num_micro_batches, self.share.start
-        numbers = [0.0] * (4 * m + engine.world.size + len(self._models))
+        numbers = [0.0] * (4 * m + engine.world.size + len(self._replicas))
         for k, weight in enumerate(self._weights):
             numbers[base + k] = 0.0 if isinstance(weight, torch.Tensor) else weight
             numbers[2 * m + base + k] = self._plan.digests[k]
             numbers[3 * m + base + k] = self._plan.sizes[k]
         numbers[4 * m + engine.world.rank] = self._identity
-        for i, (model, before) in enumerate(zip(self._models, self._forwards_at_open, strict=True)):
-            numbers[4 * m + engine.world.size + i] = model.forwards - before
+        for i, (replica, before) in enumerate(zip(self._replicas, self._forwards_at_open, strict=True)):
+            numbers[4 * m + engine.world.size + i] = replica.forwards - before
         vector = to_device(numbers, engine.device)
         for k, (weight, loss) in enumerate(zip(self._weights, self._losses, strict=True)):
             if isinstance(weight, torch.Tensor):
@@ -243,8 +245,8 @@ class Window:
         for ema in engine.emas:
             ema.update(outcome.skipped)
         engine.buffers.close(m, weights, outcome.skipped)
-        for model in self._models:
-            model.live = False
+        for replica in self._replicas:
+            replica.live = False
         self.phase_open = False
         self._outcomes.append(outcome)
         self._stepped += len(self._optimizers)
@@ -260,13 +262,13 @@ class Window:
             self._send_statistics()
         vector = self._vector
         assert vector is not None
-        extra = [i for i, model in enumerate(self._models) if model.replica.contribute_nothing()]
+        extra = [i for i, replica in enumerate(self._replicas) if replica.contribute_nothing()]
         if self._sending is not None:
             self._sending.wait()
         for i in extra:
             # If nobody used this model its gradients are zeros by now, and weight decay would move it.
             if not vector[4 * self.num_micro_batches + engine.world.size + i]:
-                self._models[i].replica.drop_gradients()
+                self._replicas[i].drop_gradients()
         return vector
 
     # 5. close ---------------------------------------------------------------------------------------------------------
@@ -280,8 +282,8 @@ class Window:
         for _ in range(len(self.share) - self._fetched):
             next(self._batches)  # what the loop left unread belongs to this window, not to the next
         if self.phase_open:
-            for model in self._models:
-                model.live = False
+            for replica in self._replicas:
+                replica.live = False
             if self.backwards:
                 raise WindowError(
                     f"window {self.number} of epoch {self.epoch} had backward() but no step()",
