@@ -14,7 +14,7 @@ __all__ = ["RunConfig", "refuse_unknown"]
 
 _CHOICES = {
     "precision": ("auto", "fp32", "tf32", "bf16", "fp16"),
-    "exchange": ("fast",),
+    "exchange": ("fast", "exact"),
     "resume": ("auto", "must", "never"),
     "nonfinite": ("auto", "raise", "skip"),
 }
@@ -31,7 +31,10 @@ class RunConfig:
     seed: int = 0
     """0 <= seed < 2**63. Order, dropout and augmentation are functions of it."""
     exchange: str = "fast"
-    """How gradients meet: "fast" is DDP's all-reduce."""
+    """How gradients meet: "fast" is DDP's all-reduce, equal to rounding on any number of ranks; "exact" adds them in one
+    fixed order, bitwise equal on any number of ranks (same torch build, kind of device, and threads a rank)."""
+    num_threads: int | None = None
+    """CPU threads a rank computes with; None: torch's own choice, and 1 with exchange="exact", whose bits depend on it."""
     device: str | None = None
     """"cpu", "cuda" or "cuda:<index>"; None: this rank's GPU if there is CUDA, else the CPU."""
     resume: str = "auto"
@@ -67,8 +70,8 @@ class RunConfig:
                     _did_you_mean(str(getattr(self, name)), allowed) or "pass one of them",
                 )
         check_seed(self.seed)
-        for name in ("max_skips", "save_every", "keep_last", "growth_interval", "micro_batches"):
-            _check_count(name, getattr(self, name), optional=name in ("save_every", "keep_last", "micro_batches"))
+        for name in ("max_skips", "save_every", "keep_last", "growth_interval", "micro_batches", "num_threads"):
+            _check_count(name, getattr(self, name), optional=name not in ("max_skips", "growth_interval"))
         if isinstance(self.log_every, bool) or not isinstance(self.log_every, int) or self.log_every < 0:
             raise ConfigError(f"got log_every={self.log_every!r}", "it is 0 or more windows", "pass 100")
         if not self.timeout_s > 0:

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from samestep.data.order import Listed, Order, Sequential, Shuffled, Weighted
 from samestep.errors import ConfigError, DataError
+from samestep.rng import Purpose, key, mix
 
 SEEDS = st.integers(0, 2**63 - 1)
 EPOCHS = st.integers(0, 10**6)
@@ -121,11 +122,11 @@ def test_epochs_and_seeds_have_different_orders(n: int, seed: int, epoch: int) -
     assert np.mean(first == Shuffled(n, (seed + 1) % 2**63).indices(epoch, 0, stop)) < 0.02
 
 
-def chi_square(counts: np.ndarray) -> float:
-    """In units of its standard deviation from what even counts would give."""
+def is_even(counts: np.ndarray, freedom: int) -> bool:
+    """Whether the chi-square statistic of `counts` is within 4 deviations of what equal chances give."""
     expected = counts.sum() / counts.size
-    freedom = counts.size - 1
-    return float(((counts - expected) ** 2).sum() / expected - freedom) / math.sqrt(2 * freedom)
+    statistic = float(((counts - expected) ** 2).sum()) / expected
+    return abs(statistic - freedom) < 4 * math.sqrt(2 * freedom)
 
 
 @pytest.mark.parametrize("n", [2, 3, 4, 5])
@@ -134,10 +135,10 @@ def test_all_permutations_of_a_few_samples_come_equally_often(n: int) -> None:
     counts = np.zeros(len(number))
     for seed in range(3):
         order = Shuffled(n, seed)
-        for epoch in range(1500):
+        for epoch in range(700):
             counts[number[tuple(whole(order, epoch))]] += 1
     assert counts.min() > 0
-    assert chi_square(counts) < 4
+    assert is_even(counts, math.factorial(n) - 1)
 
 
 def is_odd(permutation: Sequence[int]) -> bool:
@@ -158,30 +159,27 @@ def test_half_of_the_permutations_are_odd(n: int) -> None:
     assert 150 < odd < 250
 
 
-@pytest.mark.parametrize("n", [10, 1000, 4096, 10_000])
-def test_every_sample_may_stand_anywhere(n: int) -> None:
-    order = Shuffled(n, 3)
+@pytest.mark.parametrize(("n", "epochs"), [(10, 1500), (1000, 200), (4096, 80), (10_000, 80)])
+def test_every_sample_may_stand_anywhere(n: int, epochs: int) -> None:
+    order, tenth = Shuffled(n, 3), np.arange(n) * 10 // n
     counts = np.zeros((10, 10))
-    for epoch in range(400_000 // (n * 4) + 40):
-        bins = order.indices(epoch, 0, n) * 10 // n
-        np.add.at(counts, (np.arange(n) * 10 // n, bins), 1)
-    if n == 10:
-        assert abs(chi_square(counts)) < 4
-    else:  # the rows and columns of a permutation's counts are fixed, so 81 of the 99 freedoms are left
-        expected = counts.sum() / 100
-        assert abs(float(((counts - expected) ** 2).sum() / expected) - 81) < 4 * math.sqrt(2 * 81)
+    for epoch in range(epochs):
+        np.add.at(counts, (tenth, tenth[order.indices(epoch, 0, n)]), 1)
+    # Rows and columns have fixed sums, which leaves 9 * 9 freedoms; a draw without replacement has n / (n - 1) times
+    # their variance.
+    expected = counts.mean()
+    assert is_even(expected + (counts - expected) * math.sqrt((n - 1) / n), 81)
 
 
 @pytest.mark.parametrize("n", [1000, 4096, 10**6, 10**12])
-@pytest.mark.parametrize("lag", [1, 2, 32, 1000])
+@pytest.mark.parametrize("lag", [1, 2, 32, 64, 500])
 def test_neighbours_are_not_correlated(n: int, lag: int) -> None:
-    products = []
+    order, total, count = Shuffled(n, 11), 0.0, 0
     for epoch in range(40):
-        values = Shuffled(n, 11).indices(epoch, 0, min(n, 2000)) / (n - 1) - 0.5
-        products.append(12 * values[lag:] * values[:-lag] if lag < len(values) else np.zeros(0))
-    together = np.concatenate(products)
-    if len(together):
-        assert abs(together.mean()) < 4.5 / math.sqrt(len(together)) + 1.5 / n
+        values = order.indices(epoch, 0, min(n, 2000)) / (n - 1) - 0.5
+        total += 12 * float(values[lag:] @ values[:-lag])
+        count += len(values) - lag
+    assert abs(total / count) < 4 / math.sqrt(count) + 1 / n  # without replacement it is -1 / n
 
 
 def test_epochs_are_not_correlated() -> None:
@@ -198,6 +196,17 @@ def test_a_far_position_of_a_huge_epoch_is_reached_directly() -> None:
 
 GOLDEN = {
     (1, 0, 0, 0): [0],
+    (5, 0, 0, 0): [0, 1, 4, 2, 3],
+    (9, 1, 2, 0): [4, 0, 7, 6, 2, 8, 5, 1, 3],
+    (64, 0, 0, 0): [47, 41, 36, 23, 10, 57, 52, 4],
+    (1000, 0, 0, 0): [126, 186, 198, 938, 452, 827, 902, 122],
+    (1000, 0, 1, 0): [166, 380, 585, 393, 944, 143, 4, 946],
+    (1000, 1, 0, 992): [497, 255, 56, 363, 908, 13, 707, 767],
+    (4095, 3, 7, 4000): [2095, 2359, 3324, 3346, 3680, 2524, 1819, 210],
+    (4096, 3, 7, 4000): [1382, 1663, 3637, 1164, 3743, 3816, 805, 974],
+    (10**6, 42, 5, 123456): [86693, 398232, 598386, 384882, 794456, 893393, 301023, 733194],
+    (10**12, 2**63 - 1, 10**6, 10**12 - 4): [277220784878, 496665015989, 67173424545, 816347888333],
+    (2**62, 0, 0, 2**62 - 2): [2025006104456647121, 3139861639005546941],
 }
 
 
@@ -205,6 +214,31 @@ GOLDEN = {
 def test_a_shuffle_never_changes_between_versions(where: tuple[int, int, int, int], indices: list[int]) -> None:
     n, seed, epoch, start = where
     assert Shuffled(n, seed).indices(epoch, start, start + len(indices)).tolist() == indices
+
+
+def shuffled_by_hand(n: int, seed: int, epoch: int, position: int) -> int:
+    """The definition in Python's own whole numbers."""
+    a = next(side for side in itertools.count(math.isqrt(n)) if side * side >= n)
+    b = (n + a - 1) // a
+    b += a % 2 == b % 2 == 1
+    keys = [key(seed, Purpose.ORDER, epoch, number) for number in range(24 if n < 4096 else 8)]
+    while True:
+        left, right = divmod(position, b)
+        for number, round_key in enumerate(keys):
+            if number % 2 == 0:
+                left = (left + (int(mix(np.array([right]), round_key)[0]) >> 32) * a // 2**32) % a
+            else:
+                right = (right + (int(mix(np.array([left]), round_key)[0]) >> 32) * b // 2**32) % b
+        position = left * b + right
+        if position < n:
+            return position
+
+
+@given(st.integers(1, 100) | st.integers(1, 2**62), SEEDS, EPOCHS, st.data())
+def test_a_shuffle_is_its_definition(n: int, seed: int, epoch: int, data: st.DataObject) -> None:
+    position = data.draw(st.integers(0, n - 1))
+    expected = shuffled_by_hand(n, seed, epoch, position)
+    assert Shuffled(n, seed).indices(epoch, position, position + 1).tolist() == [expected]
 
 
 def test_a_shuffle_describes_its_version() -> None:
@@ -235,14 +269,6 @@ def test_a_weight_of_zero_is_never_drawn(weights: list[float], seed: int) -> Non
     assert all(weights[index] > 0 for index in whole(Weighted(weights, 300, seed)))
 
 
-class Extreme(Weighted):
-    """Every draw is the first or the last point of [0, 1)."""
-
-    def __init__(self, weights: Sequence[float], bits: int) -> None:
-        super().__init__(weights, 1, 0)
-        self.bits = bits
-
-
 @pytest.mark.parametrize("weights", [[0.0, 1.0, 0.0], [0.0, 3.0, 0.0], [0.0, 0.1, 0.7, 0.0], [0.0, 1e308, 5e-324, 0.0]])
 @pytest.mark.parametrize("bits", [0, 2**64 - 1])
 def test_the_edges_of_the_unit_interval_draw_no_zero_weight(
@@ -251,6 +277,11 @@ def test_the_edges_of_the_unit_interval_draw_no_zero_weight(
     monkeypatch.setattr("samestep.data.order.mix", lambda values, seed: np.full(len(values), bits, np.uint64))
     (index,) = whole(Weighted(weights, 1, 0))
     assert weights[index] > 0
+
+
+def test_a_point_on_a_border_draws_the_sample_above_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("samestep.data.order.mix", lambda values, seed: np.full(len(values), 2**63, np.uint64))
+    assert whole(Weighted([1.0, 0.0, 1.0], 1, 0)) == [2]
 
 
 def test_draws_differ_between_epochs_and_seeds() -> None:
@@ -305,8 +336,8 @@ def test_later_changes_of_the_callers_weights_have_no_effect() -> None:
 
 def test_draws_never_change_between_versions() -> None:
     order = Weighted([0.5, 0, 1, 2, 0.25], 10**12, 7)
-    assert order.indices(1, 10**12 - 16, 10**12).tolist() == []
-    assert order.describe() == {}
+    assert order.indices(1, 10**12 - 16, 10**12).tolist() == [3, 0, 3, 3, 4, 3, 3, 3, 3, 2, 0, 3, 3, 3, 0, 3]
+    assert order.describe() == {"kind": "Weighted", "num_samples": 10**12, "weights": "93ab4c11d51c2274"}
 
 
 # Listed -------------------------------------------------------------------------------------------------------------

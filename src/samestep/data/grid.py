@@ -146,7 +146,8 @@ class Grid:
     def describe(self) -> str:
         """In words: "9 samples = 1 window of 8 + a tail of 1; 2 micro-batches of 4 a window"."""
         whole = self.num_samples // self.batch_size
-        text = f"{self.num_samples} sample{'s' * (self.num_samples != 1)} = {whole} window{'s' * (whole != 1)} of {self.batch_size}"
+        text = f"{self.num_samples} sample{'s' * (self.num_samples != 1)} = {whole} window{'s' * (whole != 1)}"
+        text += f" of {self.batch_size}"
         if self.tail:
             text += f" + a tail of {self.tail}"
         if self.num_dropped:

@@ -202,7 +202,7 @@ class Listed(Order):
         """See Order.
 
         Raises:
-            DataError: when the list is not `num_samples` whole numbers, 0 or more.
+            DataError: when the list is not `num_samples` whole numbers in [0, 2**63).
         """
         if self._made is None or self._made[0] != epoch:
             self._made = (epoch, self._checked(self._make(epoch), epoch))
@@ -220,14 +220,14 @@ class Listed(Order):
         elif len(array) != self.num_samples:
             what = f"{len(array)} values"
         elif array.dtype.kind not in "iu":
-            place = next((i for i, value in enumerate(made) if not _is_whole(value)), 0)
+            place = next((i for i, value in enumerate(made) if not (_is_whole(value) and 0 <= value < 2**63)), 0)
             what = f"{made[place]!r} at position {place}"
         elif len(bad := np.flatnonzero(array.astype(np.int64) < 0)):  # also an unsigned number above int64
             what = f"{array[bad[0]]} at position {bad[0]}"
         if what:
             raise DataError(
                 f"{self._name} gave {what} in epoch {epoch}",
-                f"by its length it gives {self.num_samples} indices, whole numbers from 0",
+                f"by its length it gives {self.num_samples} indices, whole numbers in [0, 2**63)",
                 "check the sampler's __len__ and __iter__",
             )
         return array.astype(np.int64)

@@ -28,8 +28,8 @@ class Plan:
     """One window as one rank meets it."""
 
     window: int
-    num_micro_batches: int
-    """M of this window, over all ranks."""
+    bounds: list[int]
+    """Rank r has the micro-batches [bounds[r], bounds[r + 1]); the last bound is M of this window."""
     share: range
     """The micro-batches of this rank; may be empty."""
     sizes: list[int]
@@ -116,7 +116,7 @@ class GridCut(Cut):
                 sums.append(int(digests[at:end].sum(dtype=np.uint64)) % (1 << 52))
                 at = end
             sizes = [len(span) for span in cells]
-            yield Plan(window, self.grid.num_micro_batches(window), share, sizes, sums), requests
+            yield Plan(window, bounds_of(self.grid.num_micro_batches(window), world_size), share, sizes, sums), requests
 
     def describe(self) -> dict[str, Any]:
         """The grid and the order's own description."""
@@ -172,7 +172,8 @@ class BatchList(Cut):
             numbers = [base + number for number in share]
             requests = [Request(epoch, int(starts[number]), batches[number]) for number in numbers]
             digests = [_digest(request) for request in requests]
-            yield Plan(window, count, share, [len(batches[number]) for number in numbers], digests), requests
+            sizes = [len(batches[number]) for number in numbers]
+            yield Plan(window, bounds_of(count, world_size), share, sizes, digests), requests
 
     def describe(self) -> dict[str, Any]:
         """The window's number of batches and the sampler's type."""
@@ -237,6 +238,11 @@ class _Feed:
 
     def __iter__(self) -> Iterator[Request]:
         return self.requests
+
+
+def bounds_of(count: int, parts: int) -> list[int]:
+    """Where `split`'s pieces begin, and where the last one ends."""
+    return [*(split(count, part, parts).start for part in range(parts)), count]
 
 
 def _digest(request: Request) -> int:

@@ -76,10 +76,11 @@ class StreamSource(Source):
             if not alive:
                 return
             own = [shard for shard in alive if shard in heads]
-            start = sum(shard < mine.start for shard in alive)
+            ends = [split(self.micro_batches, other, world_size).stop for other in range(world_size)]
+            bounds = [0, *(sum(shard < end for shard in alive) for end in ends)]
             batches = [head[1] for shard in own if (head := heads[shard]) is not None]
-            share = range(start, start + len(own))
-            yield Plan(window, len(alive), share, [int(sizes[s]) for s in own], [0] * len(own)), iter(batches)
+            share = range(bounds[rank], bounds[rank + 1])
+            yield Plan(window, bounds, share, [int(sizes[s]) for s in own], [0] * len(own)), iter(batches)
 
     def _head(self, queues: dict[int, Any], shard: int, items: Iterator[Any]) -> tuple[int, Any] | None:
         """The next (size, batch) of a shard; None when it has ended."""

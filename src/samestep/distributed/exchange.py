@@ -17,6 +17,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from samestep.distributed.collectives import broadcast_tensors, gather_json
+from samestep.distributed.exact import ExactExchange
 from samestep.distributed.process_group import World
 from samestep.errors import ModelError, RankError
 
@@ -33,6 +34,7 @@ class Replica:
         static_graph: as in DistributedDataParallel.
         bucket_cap_mb: size of an exchange bucket in MiB; None for torch's default.
         group: the process group of this model's exchange; one a model, so that two models' traffic cannot be mixed up.
+        exact: add gradients in the tree's fixed order instead of by all-reduce.
     """
 
     def __init__(
@@ -44,7 +46,9 @@ class Replica:
         static_graph: bool = False,
         bucket_cap_mb: float | None = None,
         group: Any = None,
+        exact: bool = False,
     ) -> None:
+        self._exact = ExactExchange(world, group, keeps_last=find_unused_parameters) if exact else None
         self._world, self.module, self._group = world, module, group
         self._options: dict[str, Any] = {
             "find_unused_parameters": find_unused_parameters,
@@ -75,7 +79,7 @@ class Replica:
         options = {name: value for name, value in self._options.items() if value is not None} | _NO_BUFFERS
         joined = _Joined(self.module, anchored=bool(options["find_unused_parameters"]))
         self._ddp = DistributedDataParallel(joined, process_group=self._group, gradient_as_bucket_view=True, **options)
-        self._ddp.register_comm_hook(self, _sum_bucket)
+        self._ddp.register_comm_hook(self, _exchange_bucket)
 
     def rewrap_if_unfrozen(self) -> None:
         """Wrap anew when a parameter was frozen or unfrozen since: DDP would leave it out of the exchange, silently."""
@@ -99,10 +103,33 @@ class Replica:
                 + str(e).split("\n")[-1].strip(),
             ) from e
 
+    def open(self, bounds: list[int]) -> None:
+        """A window begins: forget the last one's gradients.
+
+        Args:
+            bounds: rank r has the micro-batches [bounds[r], bounds[r + 1]).
+        """
+        self.rewrap_if_unfrozen()
+        self.drop_gradients()
+        self.live = True
+        if self._exact is not None:
+            self._exact.open([param for param in self.params if param.requires_grad], bounds)
+
     def sync(self, last: bool) -> None:
         """Say whether the coming forward and backward are the share's last, the ones that exchange."""
         if self._ddp is not None:
-            self._ddp.require_backward_grad_sync = last  # what no_sync() sets, without a context on the stack
+            # what no_sync() sets, without a context on the stack
+            self._ddp.require_backward_grad_sync = last and not (self._exact is not None and self._exact.keeps_last)
+
+    def leave(self, micro_batch: int, last: bool) -> None:
+        """A micro-batch's backward is over. The exact exchange keeps each one's gradient apart."""
+        if self._exact is not None and (not last or self._exact.keeps_last):
+            self._exact.set_aside(micro_batch)
+
+    def finish(self) -> None:
+        """All ranks have exchanged: have the window's sum in .grad."""
+        if self._exact is not None:
+            self._exact.finish()
 
     def contribute_nothing(self) -> bool:
         """Take part in the exchange without a gradient of this micro-batch; False when it has already happened."""
@@ -148,15 +175,17 @@ def _nothing(param: torch.Tensor, sparse: bool) -> torch.Tensor:
     return param.reshape(-1)[:0].sum().float()
 
 
-def _sum_bucket(replica: Replica, bucket: Any) -> torch.futures.Future[torch.Tensor]:
+def _exchange_bucket(replica: Replica, bucket: Any) -> torch.futures.Future[torch.Tensor]:
     """DDP communication hook: the plain sum. The window divides by its own weight, so nothing is averaged here."""
     replica.fired = True
+    if replica._exact is not None:
+        return replica._exact.send(bucket)
     work = dist.all_reduce(bucket.buffer(), group=replica._group, async_op=True)
     future: torch.futures.Future[torch.Tensor] = work.get_future().then(lambda done: done.value()[0])
     return future
 
 
-_sum_bucket.__annotations__.clear()  # DDP compares them with types, and ours are strings
+_exchange_bucket.__annotations__.clear()  # DDP compares them with types, and ours are strings
 
 
 def _no_buffers() -> dict[str, bool]:

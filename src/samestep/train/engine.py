@@ -52,6 +52,8 @@ class Engine:
         self.world, self.policy, self.seed, self.scaler = world, policy, seed, scaler
         self.nonfinite, self.max_skips = nonfinite, max_skips
         self.device = world.device
+        self.exact = False
+        """Gradients meet by the exact exchange."""
         self.models: list[Prepared] = []
         self.optimizers: list[Optimizer] = []
         self.schedules = Schedules()

@@ -50,11 +50,11 @@ class LocalBatches(Source):
             counts = [0.0] * world_size
             counts[rank] = len(mine)
             counts = sum_numbers(self._world, counts)
-            total, before = int(sum(counts)), int(sum(counts[:rank]))
-            if not total:
+            bounds = [0, *(int(total) for total in itertools.accumulate(counts))]
+            if not bounds[-1]:
                 return
             sizes = [size_of(batch) for batch in mine]
-            plan = Plan(window, total, range(before, before + len(mine)), sizes, [0] * len(mine))
+            plan = Plan(window, bounds, range(bounds[rank], bounds[rank + 1]), sizes, [0] * len(mine))
             yield plan, iter(mine)
 
     def _refuse_same(self, mine: list[Any]) -> None:

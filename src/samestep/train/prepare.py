@@ -75,7 +75,7 @@ def _prepare_model(engine: Engine, saving: Saving, module: nn.Module, wrapping: 
     number = len(engine.models)
     module.to(engine.device)
     group = engine.world.group_for_model(number)
-    replica = Replica(engine.world, module, group=group, **dataclasses.asdict(wrapping))
+    replica = Replica(engine.world, module, group=group, exact=engine.exact, **dataclasses.asdict(wrapping))
     model = Prepared(module, replica, engine.policy)
     saving.restore_model(number, model)
     engine.models.append(model)

@@ -20,6 +20,7 @@ from samestep.errors import ConfigError, RankError
 from samestep.monitor.meters import Mean
 from samestep.optim.ema import Ema
 from samestep.optim.schedule import Every
+from samestep.precision.compute import compute_mode
 from samestep.precision.policy import choose_policy
 from samestep.precision.scaler import LossScaler
 from samestep.rng import Purpose, key
@@ -85,6 +86,7 @@ class Run:
             self.device = self.world.device
             self.policy = choose_policy(config.precision, self.device)
             stack.enter_context(self.policy.matmul_mode())
+            stack.enter_context(compute_mode(self.device, config.exchange == "exact", config.num_threads))
             check_same_settings(self.world, config)
             self.files = RunFiles(config, self.world)
             stack.callback(self.files.close)
@@ -104,6 +106,7 @@ class Run:
         if nonfinite == "auto":
             nonfinite = "skip" if scaler is not None else "raise"
         engine = Engine(self.world, self.policy, config.seed, scaler, nonfinite, config.max_skips)
+        engine.exact = config.exchange == "exact"
         self.saving.restore_engine(engine)
         return engine
 

@@ -44,7 +44,7 @@ class Window:
 
     def __init__(self, engine: Engine, epoch: int, plan: Plan, batches: Iterator[Any]) -> None:
         self.engine, self.epoch, self.number = engine, epoch, plan.window
-        self.num_micro_batches, self.share = plan.num_micro_batches, plan.share
+        self.num_micro_batches, self.share = plan.bounds[-1], plan.share
         self.closed = self.phase_open = False
         self.current: int | None = None
         self.backwards = 0
@@ -72,9 +72,7 @@ class Window:
             model.check_unmoved()
         self._replicas = [model.replica for model in models]
         for replica in self._replicas:
-            replica.rewrap_if_unfrozen()
-            replica.drop_gradients()
-            replica.live = True
+            replica.open(self._plan.bounds)
         engine.buffers.open()
         self._weights: list[float | torch.Tensor] = [0.0] * len(self.share)
         self._losses: list[torch.Tensor | None] = [None] * len(self.share)
@@ -125,8 +123,10 @@ class Window:
     def _leave(self) -> None:
         """The current micro-batch is over: keep what it left in the buffers, go back to the window's opening values."""
         if self.current is not None:
-            weight = self._weights[self.current]
-            self.engine.buffers.leave(self.share[self.current], keep=isinstance(weight, torch.Tensor) or weight > 0)
+            weight, number = self._weights[self.current], self.share[self.current]
+            for replica in self._replicas:
+                replica.leave(number, last=number == self.share[-1])
+            self.engine.buffers.leave(number, keep=isinstance(weight, torch.Tensor) or weight > 0)
             self.current = None
 
     def forwards(self) -> int:
@@ -263,6 +263,8 @@ class Window:
         vector = self._vector
         assert vector is not None
         extra = [i for i, replica in enumerate(self._replicas) if replica.contribute_nothing()]
+        for replica in self._replicas:
+            replica.finish()
         if self._sending is not None:
             self._sending.wait()
         for i in extra:
