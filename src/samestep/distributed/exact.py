@@ -82,6 +82,13 @@ class ExactExchange:
             param.grad = None
         self._stack.push(micro_batch, grads)
 
+    def stand_in(self) -> None:
+        """Give each used parameter a zero .grad: DDP remembers that it was used, and expects to find one."""
+        if self.keeps_last:
+            for param, used in zip(self._params, self._used, strict=True):
+                if used:
+                    param.grad = torch.zeros_like(param, requires_grad=False)
+
     def send(self, bucket: Any) -> torch.futures.Future[torch.Tensor]:
         """DDP communication hook: begin the exchange of a bucket, and give it back at once as it is."""
         world, rank, buffer = self._world, self._world.rank, bucket.buffer()
@@ -148,7 +155,7 @@ class ExactExchange:
             nodes = [node for other in range(size) for node in self._cover(other)]
             shard = sent.buffer.new_zeros(-(-sent.buffer.numel() // size))
             if length:
-                shard[:length] = root(dict(zip(nodes, sent.received.split(length), strict=True)), num_leaves)
+                shard[:length] = root(dict(zip(nodes, torch.split(sent.received, length), strict=True)), num_leaves)
             whole = sent.buffer.new_empty(len(shard) * size)
             gathering.append((sent, shard, whole, _all_gather(whole, shard, group=self._group, async_op=True)))
         for sent, _, whole, work in gathering:

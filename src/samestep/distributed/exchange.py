@@ -136,6 +136,8 @@ class Replica:
         if self._ddp is None or self.fired:
             return False
         self._ddp.require_backward_grad_sync = True
+        if self._exact is not None:
+            self._exact.stand_in()
         self._ddp(zero_pass=True).backward()
         return True
 
