@@ -99,17 +99,17 @@ def test_every_failing_ranks_traceback_is_in_the_message() -> None:
     assert error.fix == "pass a fork"
 
 
-class Unpicklable(Exception):
+class UnpicklableError(Exception):
     def __init__(self, a: int, b: int) -> None:
         super().__init__(f"{a} and {b}")
 
 
 def raise_unpicklable() -> None:
-    raise Unpicklable(1, 2)
+    raise UnpicklableError(1, 2)
 
 
 def test_an_exception_that_cannot_be_sent_is_still_reported() -> None:
-    with pytest.raises(RanksFailed, match="Unpicklable: 1 and 2") as caught:
+    with pytest.raises(RanksFailed, match="UnpicklableError: 1 and 2") as caught:
         run_ranks(raise_unpicklable, 1)
     assert caught.value.errors == {}
 
@@ -195,7 +195,8 @@ def leave_a_thread() -> None:
     threading.Thread(target=wait_for_nothing).start()
 
 
-def test_a_rank_whose_process_does_not_end_is_named() -> None:
+def test_a_rank_whose_process_does_not_end_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("samestep.testing._EXIT_S", 1.0)
     with pytest.raises(RanksFailed, match="rank 0 returned, but its process had not ended") as caught:
         run_ranks(leave_a_thread, 1)
     assert "in wait_for_nothing" in str(caught.value)

@@ -115,7 +115,7 @@ def run_ranks(
     return [rank.result for rank in ranks]
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(eq=False)
 class _Rank:
     number: int
     process: Any
@@ -158,16 +158,14 @@ def _child(
     random.seed(0)
     np.random.seed(0)
     torch.manual_seed(0)
-    with open(stack, "w") as file:  # noqa: PTH123
-        faulthandler.register(_STACK_SIGNAL, file=file, all_threads=True)
-        try:
-            outcome = ("result", fn(*args), "")
-        except BaseException as e:
-            outcome = ("error", e, traceback.format_exc())
-        sender.send_bytes(_pickled(*outcome))
-        sender.close()
-        multiprocessing.util._exit_function()  # type: ignore[attr-defined]  # while a stack can still be asked for
-        faulthandler.unregister(_STACK_SIGNAL)
+    # Never closed, so that a process that does not end after its function can still be asked.
+    faulthandler.register(_STACK_SIGNAL, file=open(stack, "w"), all_threads=True)  # noqa: PTH123, SIM115
+    try:
+        outcome = ("result", fn(*args), "")
+    except BaseException as e:
+        outcome = ("error", e, traceback.format_exc())
+    sender.send_bytes(_pickled(*outcome))
+    sender.close()
 
 
 def _pickled(kind: str, value: Any, text: str) -> bytes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import torch
@@ -18,7 +19,7 @@ def leaf(number: int) -> torch.Tensor:
 def summed(bounds: list[int]) -> torch.Tensor:
     """The root from shares [bounds[i], bounds[i + 1]), each merged by a stack of its own."""
     values = {}
-    for first, last in zip(bounds, bounds[1:], strict=False):
+    for first, last in itertools.pairwise(bounds):
         stack = Stack()
         for number in range(first, last):
             stack.push(number, [leaf(number)])

@@ -66,7 +66,7 @@ class Grid:
         Args:
             num_samples: positions in an epoch.
             batch_size: samples of one window, over all ranks.
-            micro_batch_size: None for one micro-batch a rank, ceil(batch_size / world_size) samples.
+            micro_batch_size: None for one micro-batch a rank, or a few more where that would leave a rank without any.
             drop_last: leave the short last window out.
             world_size: ranks that will work on it.
 
@@ -77,6 +77,8 @@ class Grid:
         size, usable = micro_batch_size, type(batch_size) is int and batch_size > 0
         if size is None:
             size = -(-batch_size // world_size) if usable else 1
+            if usable and -(-batch_size // size) < world_size:  # 9 samples on 4 ranks: 3, 3, 3 and nothing
+                size = max(1, batch_size // world_size)
         if drop_last and usable and type(num_samples) is int and 0 < num_samples < batch_size:
             raise _no_window(num_samples, batch_size, world_size)
         grid = cls(num_samples=num_samples, batch_size=batch_size, micro_batch_size=size, drop_last=drop_last)

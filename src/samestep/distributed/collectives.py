@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from typing import Any
 
 import torch
@@ -11,7 +12,15 @@ import torch.distributed as dist
 from samestep.distributed.process_group import World
 from samestep.errors import RankError
 
-__all__ = ["broadcast_json", "broadcast_tensors", "gather_json", "start_sum", "sum_in_place", "sum_numbers"]
+__all__ = [
+    "broadcast_json",
+    "broadcast_tensors",
+    "gather_json",
+    "gather_tensors",
+    "start_sum",
+    "sum_in_place",
+    "sum_numbers",
+]
 
 
 def start_sum(world: World, tensor: torch.Tensor) -> Any:
@@ -64,6 +73,33 @@ def gather_json(world: World, topic: str, value: Any, group: Any = None) -> list
         places = ", ".join(f"rank {rank} in {topic!r}" for rank, topic in enumerate(topics))
         raise RankError(f"the ranks are at different calls: {places}", "all ranks make the same collective calls")
     return [message["value"] for message in messages]
+
+
+def gather_tensors(world: World, tensor: torch.Tensor) -> list[torch.Tensor]:
+    """Every rank's tensor, without gradients, in rank order, on all ranks and on its device.
+
+    Shapes may differ. CPU tensors travel on the control group, others on the statistics group.
+
+    Raises:
+        RankError: when tensors that hold something differ in dtype.
+    """
+    tensor = tensor.detach().contiguous()
+    if world.size == 1:
+        return [tensor]
+    headers = gather_json(world, "gather tensors", [list(tensor.shape), str(tensor.dtype)])
+    dtypes = {dtype for shape, dtype in headers if math.prod(shape)} or {str(tensor.dtype)}
+    if len(dtypes) > 1:
+        raise RankError(f"the ranks gather tensors of {', '.join(sorted(dtypes))}", "they have one dtype", "cast them")
+    kind: torch.dtype = getattr(torch, dtypes.pop().removeprefix("torch."))
+    lengths = [math.prod(shape) * kind.itemsize for shape, _ in headers]
+    row = torch.zeros(max(lengths), dtype=torch.uint8, device=tensor.device)
+    row[: lengths[world.rank]] = tensor.to(kind).reshape(-1).view(torch.uint8)
+    rows = [torch.empty_like(row) for _ in range(world.size)]
+    dist.all_gather(rows, row, group=world.control if tensor.device.type == "cpu" else world.statistics)
+    return [
+        received[:length].view(kind).reshape(shape)
+        for received, length, (shape, _) in zip(rows, lengths, headers, strict=True)
+    ]
 
 
 def broadcast_json(world: World, topic: str, value: Any) -> Any:

@@ -12,6 +12,7 @@ from samestep.distributed.collectives import gather_json
 from samestep.distributed.process_group import World
 from samestep.errors import RankError, SamestepError
 from samestep.monitor.meters import Mean
+from samestep.monitor.torchmetrics import compute, is_metric
 
 __all__ = ["check_same_settings", "first_failure", "reduce_over_ranks"]
 
@@ -57,6 +58,7 @@ def reduce_over_ranks(world: World, values: Mapping[str, float | torch.Tensor | 
     Raises:
         RankError: for a plain number that differs between ranks.
     """
+    values = {name: compute(world, value) if is_metric(value) else value for name, value in values.items()}
     plain = {name: float(value) for name, value in values.items() if not isinstance(value, Mean)}
     sums = {name: list(value.sums()) for name, value in values.items() if isinstance(value, Mean)}
     everyone = gather_json(world, "log", [{name: repr(value) for name, value in plain.items()}, sums])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch.optim import Optimizer
@@ -71,6 +72,8 @@ class Engine:
         self.on_record: list[Callable[[Record], None]] = []
         self._pending: Pending | None = None
         self.last_end: float | None = None
+        self.window: Any = None
+        """The open window, if there is one."""
 
     def models_of(self, optimizers: list[Optimizer]) -> list[Prepared]:
         """The models that hold a parameter of these optimizers, in the order they were prepared."""

@@ -32,6 +32,8 @@ class Loader:
         self._exhausted = False
         self.driven = False
         """run.epochs sets the epoch."""
+        self.evaluated: list[tuple[int, int, int]] = []
+        """(window, micro-batch, samples) of each batch that the last evaluation gave this rank."""
         self.trained = False
         """Its windows have been used, here or before the restart: its position is part of a checkpoint."""
 
@@ -84,8 +86,10 @@ class Loader:
 
     def evaluate(self) -> Iterator[Any]:
         """This rank's batches of one pass, each sample on one rank, without windows or collectives."""
+        self.evaluated = []
         for plan, stream in self._on_device(0, 0):
-            for _ in plan.share:
+            for number, size in zip(plan.share, plan.sizes, strict=True):
+                self.evaluated.append((plan.window, number, size))
                 yield next(stream)
 
     def _on_device(self, epoch: int, first: int) -> Iterator[tuple[Plan, Iterator[Any]]]:

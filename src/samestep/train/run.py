@@ -16,7 +16,7 @@ from samestep.data.build import LoaderSpec, make_source
 from samestep.data.fetch import seed_everything
 from samestep.distributed.collectives import gather_json, sum_numbers
 from samestep.distributed.process_group import World
-from samestep.errors import ConfigError, RankError
+from samestep.errors import ConfigError, RankError, WindowError
 from samestep.monitor.meters import Mean
 from samestep.optim.ema import Ema
 from samestep.optim.schedule import Every
@@ -27,7 +27,9 @@ from samestep.rng import Purpose, key
 from samestep.train.agree import check_same_settings, first_failure, reduce_over_ranks
 from samestep.train.buffers import BufferRule
 from samestep.train.engine import Engine
+from samestep.train.evaluate import evaluate, gather_results
 from samestep.train.files import RunFiles
+from samestep.train.global_batch import gather
 from samestep.train.loader import Loader
 from samestep.train.prepare import Wrapping, prepare
 from samestep.train.prepared import Prepared
@@ -72,6 +74,7 @@ class Run:
         self._loaders: dict[str, Loader] = {}
         self._registered: dict[str, Any] = {}
         self._rules: dict[str, BufferRule] = {}
+        self._evaluated: Loader | None = None
 
     # Begin and end ----------------------------------------------------------------------------------------------------
 
@@ -374,21 +377,41 @@ class Run:
         Gradients are off, nothing is communicated, and modes and random states are as before when it ends.
         """
         self._check_entered("evaluate")
-        models = self._engine.models
-        modes = [[module.training for module in model.modules()] for model in models]
-        before, grad = torch.default_generator.get_state(), torch.is_grad_enabled()
-        for model in models:
-            model.eval()
-        torch.set_grad_enabled(False)
-        try:
-            yield from loader.evaluate()
-        finally:
-            torch.set_grad_enabled(grad)
-            torch.default_generator.set_state(before)
-            for model, flags in zip(models, modes, strict=True):
-                model.training = flags[0]
-                for module, flag in zip(model.modules(), flags, strict=True):
-                    module.training = flag
+        self._evaluated = loader
+        return evaluate(self._engine, loader)
+
+    def gather_results(self, results: Sequence[Any]) -> Any:
+        """The last evaluation's results of all ranks, one entry a sample in the dataset's order. A collective.
+
+        Example: `outputs = [model(x) for x, _ in run.evaluate(valid)]`, then `run.gather_results(outputs)`.
+
+        Args:
+            results: one entry for each batch that `run.evaluate` gave this rank: a tensor with the batch's samples in its
+                first dimension, or a list of JSON values with one a sample.
+
+        Raises:
+            DataError, WindowError: when they are not one for each batch and sample.
+        """
+        self._check_entered("gather_results")
+        if self._evaluated is None:
+            raise WindowError("run.gather_results before run.evaluate", "it gathers what an evaluation made")
+        return gather_results(self._engine, self._evaluated, results)
+
+    def gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Every rank's rows of the open window's global batch, with gradients: for losses over in-batch negatives.
+
+        Args:
+            tensor: this rank's embeddings, shape (samples, ...), of its one micro-batch.
+
+        Returns:
+            Shape (samples of all ranks, ...), in the order of the global batch. Compute the loss over all of it on each
+            rank, and call `window.backward(loss)` without a weight.
+
+        Raises:
+            WindowError: unless each rank has exactly one micro-batch of the window; `window.global_batch` takes any grid.
+        """
+        self._check_entered("gather")
+        return gather(self._engine, tensor)
 
     # Numbers and words ------------------------------------------------------------------------------------------------
 

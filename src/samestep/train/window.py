@@ -11,7 +11,7 @@ The order of this file is the order of the stages:
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
 import torch
@@ -26,6 +26,7 @@ from samestep.optim.finish import Outcome, check_clip, finish
 from samestep.rng import Purpose, key
 from samestep.train.checks import check_loss, check_step, checked_weight
 from samestep.train.engine import Engine, Pending, to_device, to_host
+from samestep.train.global_batch import global_batch
 
 __all__ = ["Reduction", "Window"]
 
@@ -45,7 +46,8 @@ class Window:
     def __init__(self, engine: Engine, epoch: int, plan: Plan, batches: Iterator[Any]) -> None:
         self.engine, self.epoch, self.number = engine, epoch, plan.window
         self.num_micro_batches, self.share = plan.bounds[-1], plan.share
-        self.closed = self.phase_open = False
+        self.bounds = plan.bounds
+        self.closed = self.phase_open = self.gathered = False
         self.current: int | None = None
         self.backwards = 0
         self._plan, self._batches = plan, batches
@@ -80,6 +82,7 @@ class Window:
         self._forwards_at_open = [replica.forwards for replica in self._replicas]
         self._vector: torch.Tensor | None = None
         self.backwards, self.current, self.phase_open = 0, None, True
+        engine.window = self
 
     # 2. micro-batches -------------------------------------------------------------------------------------------------
 
@@ -98,25 +101,33 @@ class Window:
 
     def _micro_batches(self, optimizers: list[Optimizer], phase: int) -> Iterator[Any]:
         self._open(optimizers)
-        engine = self.engine
+        yield from self.again(phase)
+
+    def again(self, phase: int = 0) -> Iterator[Any]:
+        """Hand out the micro-batches of an opened window."""
         for k, number in enumerate(self.share):
             batch = self._batch(k)
             for replica in self._replicas:
                 replica.sync(number == self.share[-1])
-            seed = key(engine.seed, Purpose.MICRO_BATCH, self.epoch, self.number, number, phase)
-            seed_everything(seed, engine.device)
+            self._seed(number, phase)
             self.current, self.forwards_before = k, self.forwards()
             yield batch
             self._leave()
 
-    def _batch(self, k: int) -> Any:
+    def _seed(self, number: int, phase: int) -> None:
+        """Dropout's random numbers are those of the micro-batch, on whatever rank it is."""
+        engine = self.engine
+        seed = key(engine.seed, Purpose.MICRO_BATCH, self.epoch, self.number, number, phase)
+        seed_everything(seed, engine.device)
+
+    def _batch(self, k: int, keep: bool = False) -> Any:
         if k < len(self._kept):
             return self._kept[k]
         start = time.perf_counter()
         batch = next(self._batches)
         self._data_seconds += time.perf_counter() - start
         self._fetched += 1
-        if len(self.engine.optimizers) > 1:  # another phase may want it again
+        if keep or len(self.engine.optimizers) > 1:  # another phase may want it again
             self._kept.append(batch)
         return batch
 
@@ -159,16 +170,30 @@ class Window:
             ModelError: for a loss computed past the prepared model.
             NonFiniteError: for a weight that is NaN, infinite or negative.
         """
-        engine, k = self.engine, check_loss(self, loss, reduction)
-        weight = checked_weight(self, self._plan.sizes[k] if weight is None else weight)
+        k = check_loss(self, loss, reduction)
+        if weight is None:
+            weight = 1.0 if self.gathered else self._plan.sizes[k]
+        elif self.gathered:
+            raise WindowError(
+                "got a weight after run.gather",
+                "a loss over the global batch is no mean over micro-batches",
+                "leave it out",
+            )
+        self._backward(k, loss, loss, checked_weight(self, weight), reduction)
+
+    def _backward(
+        self, k: int, loss: torch.Tensor, shown: torch.Tensor, weight: float | torch.Tensor, reduction: Reduction
+    ) -> None:
+        engine = self.engine
         self._weights[k], self._done[k] = weight, True
         self.backwards += 1
         reference = self._reference(weight, reduction)
         if isinstance(weight, torch.Tensor):
             loss = torch.where(weight > 0, loss, torch.zeros_like(loss))
+            shown = loss
         elif weight == 0:
             return  # 0 x NaN is NaN: leave it out; step() sees to the exchange
-        self._losses[k] = loss.detach()
+        self._losses[k] = shown.detach()
         if k == len(self.share) - 1:
             self._send_statistics()
         factor = 1.0 if reduction == "sum" else weight / reference
@@ -177,6 +202,39 @@ class Window:
         if engine.scaler is not None:
             loss = loss * engine.scaler.scale
         loss.backward()  # type: ignore[no-untyped-call]
+
+    def global_batch(
+        self, embed: Callable[[Any], torch.Tensor], loss: Callable[[torch.Tensor], torch.Tensor]
+    ) -> torch.Tensor:
+        """Forward and backward for a loss over the whole global batch, such as in-batch negatives; then `step`.
+
+        Takes the place of the loop over the window. Equal to one process with the whole batch in one forward, on any
+        number of ranks and micro-batches, as long as rows are embedded independently (no BatchNorm).
+
+        Args:
+            embed: a batch to its rows, shape (samples, ...); called twice for each micro-batch, with the same seeds.
+            loss: all rows of the global batch, in its order, to one number. Computed on each rank, alike.
+
+        Returns:
+            The loss, 0-d, without a gradient.
+        """
+        return global_batch(self, embed, loss)
+
+    def embedded(self, embed: Callable[[Any], torch.Tensor]) -> list[torch.Tensor]:
+        """Open the window and embed its micro-batches without gradients; buffers stay as they were."""
+        self._open(self.engine.optimizers)
+        rows = []
+        for k, number in enumerate(self.share):
+            batch = self._batch(k, keep=True)
+            self._seed(number, 0)
+            with torch.no_grad():
+                rows.append(embed(batch))
+            self.engine.buffers.leave(number, keep=False)
+        return rows
+
+    def backward_as(self, loss: torch.Tensor, shown: torch.Tensor) -> None:
+        """Backward of `loss` with weight 1, recorded as `shown`."""
+        self._backward(check_loss(self, loss, "mean"), loss, shown, 1.0, "mean")
 
     def _reference(self, weight: float | torch.Tensor, reduction: str) -> float:
         """A typical weight (main's first): dividing by it keeps gradients near their usual size.
@@ -281,6 +339,7 @@ class Window:
             return
         self.closed = True
         engine = self.engine
+        engine.window = None
         for _ in range(len(self.share) - self._fetched):
             next(self._batches)  # what the loop left unread belongs to this window, not to the next
         if self.phase_open:
