@@ -43,13 +43,15 @@ def fixed_seeds() -> None:
 @pytest.fixture(autouse=True)
 def nothing_left_behind() -> Iterator[None]:
     variables, threads = dict(os.environ), set(threading.enumerate())
+    shared_group = _group_is_initialised()  # by a fixture of the whole module, which ends it itself
     yield
     changed = [name for name in PLACE if os.environ.get(name) != variables.get(name)]
     os.environ.clear()
     os.environ.update(variables)
     left = [f"environment variable {name}" for name in changed]
     left += [f"thread {name}" for name in _threads_that_stay(threads)]
-    if _destroyed_process_group():
+    if _group_is_initialised() and not shared_group:
+        sys.modules["torch.distributed"].destroy_process_group()
         left.append("an initialised process group of torch.distributed")
     if left:
         pytest.fail(f"the test left behind: {', '.join(left)}", pytrace=False)
@@ -64,9 +66,6 @@ def _threads_that_stay(before: set[threading.Thread]) -> list[str]:
         time.sleep(0.01)
 
 
-def _destroyed_process_group() -> bool:
+def _group_is_initialised() -> bool:
     dist = sys.modules.get("torch.distributed")
-    if dist is None or not dist.is_available() or not dist.is_initialized():
-        return False
-    dist.destroy_process_group()
-    return True
+    return dist is not None and bool(dist.is_available() and dist.is_initialized())

@@ -157,8 +157,15 @@ def test_a_grid_gives_every_rank_work_or_says_what_would(batch_size: int, size: 
 def test_more_ranks_than_micro_batches_are_refused_at_a_first_start() -> None:
     with pytest.raises(ConfigError, match=r"3 ranks for windows of 2 .*at most 2 rank.*micro_batch_size=2 or less"):
         Grid.make(num_samples=80, batch_size=8, micro_batch_size=4, world_size=3)
-    with pytest.raises(ConfigError, match=r"4 ranks for windows of 3 .*micro_batch_size=2 or less"):
-        Grid.make(num_samples=90, batch_size=9, world_size=4)
+    with pytest.raises(ConfigError, match=r"4 ranks for windows of 3 .*at most 3 rank.*batch_size=4 or more"):
+        Grid.make(num_samples=90, batch_size=3, world_size=4)
+
+
+def test_without_a_size_every_rank_gets_a_micro_batch_where_there_are_samples_for_all() -> None:
+    for batch_size in range(1, 40):
+        for world_size in range(1, batch_size + 1):
+            grid = Grid.make(num_samples=100, batch_size=batch_size, world_size=world_size)
+            assert world_size <= grid.micro_batches < 2 * world_size
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     defaults = {field.name: field.default for field in RunConfig.__dataclass_fields__.values()}
     parser.add_argument("task", metavar="TASK", help="digits, bytes_lm, or file.py:Name")
     where = parser.add_argument_group("where")
-    where.add_argument("--nproc", type=int, default=1, help="ranks on this machine (default: 1)")
+    where.add_argument("--nproc", default="1", help="ranks on this machine, or auto, gpu, cpu (default: 1)")
     where.add_argument("--device", help="cpu, cuda or cuda:INDEX (default: CUDA if there is any)")
     where.add_argument("--run-dir", type=Path, help="checkpoints and ledger (default: runs/TASK)")
     where.add_argument("--resume", choices=("auto", "must", "never"), default="auto", help="default: auto")
@@ -56,7 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Train; start the ranks first when there are to be several and this is not one of them."""
-    if arguments.nproc != 1 and "RANK" not in os.environ:
+    if arguments.nproc != "1" and "RANK" not in os.environ:
         from samestep.distributed.launcher import launch
 
         return launch(["samestep", *sys.argv[1:]], nproc=arguments.nproc, module=True)

@@ -53,6 +53,9 @@ class ExactExchange:
         self._world, self._group, self.keeps_last = world, group, keeps_last or world.size == 1
         self._params: list[torch.Tensor] = []
         self._sent: list[_Sent] = []
+        self._spaces: dict[int, torch.Tensor] = {}
+        self.bytes_sent = 0
+        """By this rank to the others, so far."""
 
     def open(self, params: list[torch.Tensor], bounds: list[int]) -> None:
         """A window begins.
@@ -100,8 +103,9 @@ class ExactExchange:
         else:
             pieces = [value[span.start : span.stop] for span in spans for value in values]
             sending = torch.cat(pieces) if pieces else buffer.new_empty(0)
+        self.bytes_sent += len(values) * (buffer.numel() - len(spans[rank])) * buffer.element_size()
         counts = [len(self._cover(other)) for other in range(world.size)]
-        received = buffer.new_empty(sum(counts) * len(spans[rank]))
+        received = self._workspace(bucket.index(), sum(counts) * len(spans[rank]), buffer)
         work = dist.all_to_all_single(
             received,
             sending,
@@ -116,6 +120,13 @@ class ExactExchange:
         )
         future.set_result(buffer)
         return future
+
+    def _workspace(self, bucket: int, length: int, like: torch.Tensor) -> torch.Tensor:
+        """Memory that stays from window to window: fresh pages cost more than what is done with them."""
+        kept = self._spaces.get(bucket)
+        if kept is None or len(kept) < length:
+            kept = self._spaces[bucket] = like.new_empty(length)
+        return kept[:length]
 
     def _nodes(self, buffer: torch.Tensor, params: list[torch.Tensor], views: list[torch.Tensor]) -> list[torch.Tensor]:
         """This rank's nodes for one bucket, flat in the bucket's layout; the last leaf stands in the bucket itself."""
@@ -148,19 +159,25 @@ class ExactExchange:
             self._finish_alone()
             return
         num_leaves, size, rank = self._bounds[-1], self._world.size, self._world.rank
+        nodes = [node for other in range(size) for node in self._cover(other)]
         gathering = []
         for sent in self._sent:
             sent.work.wait()
-            length = len(_shards(sent.buffer.numel(), size)[rank])
-            nodes = [node for other in range(size) for node in self._cover(other)]
-            shard = sent.buffer.new_zeros(-(-sent.buffer.numel() // size))
-            if length:
-                shard[:length] = root(dict(zip(nodes, torch.split(sent.received, length), strict=True)), num_leaves)
-            whole = sent.buffer.new_empty(len(shard) * size)
-            gathering.append((sent, shard, whole, _all_gather(whole, shard, group=self._group, async_op=True)))
-        for sent, _, whole, work in gathering:
+            buffer, length = sent.buffer, len(_shards(sent.buffer.numel(), size)[rank])
+            parts = dict(zip(nodes, torch.split(sent.received, length), strict=True)) if length else {}
+            if buffer.numel() % size == 0:
+                shard, whole = root(parts, num_leaves), buffer
+            else:  # the last shards are shorter, and a gather takes equal ones
+                shard = buffer.new_zeros(-(-buffer.numel() // size))
+                if parts:
+                    shard[:length] = root(parts, num_leaves)
+                whole = buffer.new_empty(len(shard) * size)
+            self.bytes_sent += length * (size - 1) * shard.element_size()
+            gathering.append((buffer, shard, whole, _all_gather(whole, shard, group=self._group, async_op=True)))
+        for buffer, _, whole, work in gathering:
             work.wait()
-            sent.buffer.copy_(whole[: sent.buffer.numel()])
+            if whole is not buffer:
+                buffer.copy_(whole[: buffer.numel()])
         self._set_gradients()
         self._sent, self._stack = [], Stack()
 

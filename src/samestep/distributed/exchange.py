@@ -48,7 +48,7 @@ class Replica:
         group: Any = None,
         exact: bool = False,
     ) -> None:
-        self._exact = ExactExchange(world, group, keeps_last=find_unused_parameters) if exact else None
+        self.exact = ExactExchange(world, group, keeps_last=find_unused_parameters) if exact else None
         self._world, self.module, self._group = world, module, group
         self._options: dict[str, Any] = {
             "find_unused_parameters": find_unused_parameters,
@@ -112,32 +112,32 @@ class Replica:
         self.rewrap_if_unfrozen()
         self.drop_gradients()
         self.live = True
-        if self._exact is not None:
-            self._exact.open([param for param in self.params if param.requires_grad], bounds)
+        if self.exact is not None:
+            self.exact.open([param for param in self.params if param.requires_grad], bounds)
 
     def sync(self, last: bool) -> None:
         """Say whether the coming forward and backward are the share's last, the ones that exchange."""
         if self._ddp is not None:
             # what no_sync() sets, without a context on the stack
-            self._ddp.require_backward_grad_sync = last and not (self._exact is not None and self._exact.keeps_last)
+            self._ddp.require_backward_grad_sync = last and not (self.exact is not None and self.exact.keeps_last)
 
     def leave(self, micro_batch: int, last: bool) -> None:
         """A micro-batch's backward is over. The exact exchange keeps each one's gradient apart."""
-        if self._exact is not None and (not last or self._exact.keeps_last):
-            self._exact.set_aside(micro_batch)
+        if self.exact is not None and (not last or self.exact.keeps_last):
+            self.exact.set_aside(micro_batch)
 
     def finish(self) -> None:
         """All ranks have exchanged: have the window's sum in .grad."""
-        if self._exact is not None:
-            self._exact.finish()
+        if self.exact is not None:
+            self.exact.finish()
 
     def contribute_nothing(self) -> bool:
         """Take part in the exchange without a gradient of this micro-batch; False when it has already happened."""
         if self._ddp is None or self.fired:
             return False
         self._ddp.require_backward_grad_sync = True
-        if self._exact is not None:
-            self._exact.stand_in()
+        if self.exact is not None:
+            self.exact.stand_in()
         self._ddp(zero_pass=True).backward()
         return True
 
@@ -180,8 +180,8 @@ def _nothing(param: torch.Tensor, sparse: bool) -> torch.Tensor:
 def _exchange_bucket(replica: Replica, bucket: Any) -> torch.futures.Future[torch.Tensor]:
     """DDP communication hook: the plain sum. The window divides by its own weight, so nothing is averaged here."""
     replica.fired = True
-    if replica._exact is not None:
-        return replica._exact.send(bucket)
+    if replica.exact is not None:
+        return replica.exact.send(bucket)
     work = dist.all_reduce(bucket.buffer(), group=replica._group, async_op=True)
     future: torch.futures.Future[torch.Tensor] = work.get_future().then(lambda done: done.value()[0])
     return future

@@ -9,7 +9,6 @@ import logging
 import os
 import signal
 import sys
-import tempfile
 import time
 import uuid
 from collections.abc import Iterator, Sequence
@@ -180,25 +179,24 @@ def _run(options: dict[str, Any], bootstrap: list[str]) -> int:
         PContext.close.__defaults__ = (None, options["shutdown_timeout"])
     # torch reads "$" in arguments as a macro; a doubled one is a plain one.
     entry = [word.replace("$", "$$") for word in bootstrap]
-    with tempfile.TemporaryDirectory(prefix="samestep_launch_", ignore_cleanup_errors=True) as logs:
-        config = LaunchConfig(**options, monitor_interval=_POLL_S, logs_specs=DefaultLogsSpecs(log_dir=logs))
-        try:
-            elastic_launch(config, sys.executable)(*entry)
-        except ChildFailedError as e:
-            rank, failure = e.get_first_failure()
-            code = int(failure.exitcode)
-            how = f"was killed by {_signal_name(-code)}" if code < 0 else f"failed with exit code {code}"
-            _say(f"rank {rank} {how}; the other ranks were ended")
-            return 128 - code if code < 0 else code
-        except SignalException as e:
-            _say(f"got {e.sigval.name}; all ranks were ended")
-            return 128 + int(e.sigval)
-        except (RendezvousError, DistError) as e:
-            raise RankError(
-                f"the machines did not meet at {options['rdzv_endpoint']}: {e}",
-                "each needs to reach it, and to name the same id and number of machines",
-                "check the address, the firewall, and that the run has not ended already",
-            ) from e
+    config = LaunchConfig(**options, monitor_interval=_POLL_S, logs_specs=DefaultLogsSpecs(log_dir=os.devnull))
+    try:
+        elastic_launch(config, sys.executable)(*entry)
+    except ChildFailedError as e:
+        rank, failure = e.get_first_failure()
+        code = int(failure.exitcode)
+        how = f"was killed by {_signal_name(-code)}" if code < 0 else f"failed with exit code {code}"
+        _say(f"rank {rank} {how}; the other ranks were ended")
+        return 128 - code if code < 0 else code
+    except SignalException as e:
+        _say(f"got {e.sigval.name}; all ranks were ended")
+        return 128 + int(e.sigval)
+    except (RendezvousError, DistError) as e:
+        raise RankError(
+            f"the machines did not meet at {options['rdzv_endpoint']}: {e}",
+            "each needs to reach it, and to name the same id and number of machines",
+            "check the address, the firewall, and that the run has not ended already",
+        ) from e
     return 0
 
 
@@ -219,6 +217,8 @@ def _own_environment(ranks: int) -> Iterator[None]:
     before = dict(os.environ)
     if ranks > 1:
         os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does; cores times ranks threads would fight
+        # When a rank fails, the others' store clients print long C++ traces about a lost connection.
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     try:
         yield
     finally:

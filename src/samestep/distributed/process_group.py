@@ -49,6 +49,10 @@ def choose_device(requested: str | torch.device | None, local_rank: int) -> torc
     return device
 
 
+_RETIRED: list[_Group] = []
+"""Groups of runs that have ended; a few hundred bytes each."""
+
+
 class World:
     """The ranks of a run and the groups they talk through. Alone (world_size 1) there is no group at all.
 
@@ -75,6 +79,7 @@ class World:
         self.statistics: _Group = None
         self.control: _Group = None
         self._waiting: _Group = None
+        self._others: list[_Group] = []
         self._store: Any = None
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
@@ -112,7 +117,8 @@ class World:
         if self.size == 1 or number == 0:
             return self.gradients
         backend = "nccl" if self.device.type == "cuda" else "gloo"
-        return dist.new_group(backend=backend, timeout=self.timeout)
+        self._others.append(dist.new_group(backend=backend, timeout=self.timeout))
+        return self._others[-1]
 
     def _init_default(self) -> None:
         cuda = self.device.type == "cuda"
@@ -168,13 +174,17 @@ class World:
 
     def close(self) -> None:
         """Destroy what this object made. Safe to call twice, and after an error."""
+        # A DDP module that outlives the run would be the last holder of its group, and freeing one there can deadlock:
+        # gloo's threads are joined by a thread that holds the interpreter's lock, which one of them waits for.
+        _RETIRED.extend(g for g in (self.gradients, self.statistics, self.control, self._waiting, *self._others) if g)
         if self._owns_default and dist.is_initialized():
             dist.destroy_process_group()
         elif self.size > 1 and dist.is_initialized():
-            for group in (self.gradients, self.statistics, self.control, self._waiting):
+            for group in (self.gradients, self.statistics, self.control, self._waiting, *self._others):
                 if group is not None:
                     dist.destroy_process_group(group)
         self.gradients = self.statistics = self.control = self._waiting = self._store = None
+        self._others = []
         self._owns_default = False
 
 
