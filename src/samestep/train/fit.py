@@ -48,7 +48,6 @@ def fit(task: Task, run: Run, *, epochs: int, learning_rate: float, num_workers:
     schedule = task.schedule(optimizer, epochs * len(train))
     things = (net, optimizer) if schedule is None else (net, optimizer, schedule)
     model, *_ = run.prepare(*things)
-    run.files.display.num_windows = len(train)
 
     begin = time.perf_counter()
     metrics: dict[str, float] = {}

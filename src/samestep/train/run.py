@@ -303,6 +303,8 @@ class Run:
         if saved:
             loader.set_position(*saved["position"])
         self._loaders[name] = loader
+        if self.files.display.num_windows is None:
+            self.files.display.num_windows = source.num_windows
         return loader
 
     # The loop ---------------------------------------------------------------------------------------------------------
