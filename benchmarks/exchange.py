@@ -4,11 +4,13 @@ The two run in the same ranks, interleaved window by window in chunks; the figur
 with its quartiles. Bytes are those one rank sends in a window, beside a ring all-reduce's 2 (R - 1) / R of the gradient.
 
     python benchmarks/exchange.py --ranks 2,4
+    python benchmarks/exchange.py --memory
 """
 
 from __future__ import annotations
 
 import argparse
+import resource
 import statistics
 import time
 from typing import Any
@@ -18,6 +20,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import samestep
+from samestep.data.grid import split
+from samestep.distributed.tree import cover, kept_nodes
 from samestep.testing import run_ranks
 
 
@@ -55,12 +59,43 @@ def one_rank(micro_batches: int, micro_batch_size: int, chunks: int, windows: in
     return {"seconds": seconds, "sent": sent, "gradient": gradient}
 
 
+def peak_memory(exchange: str, micro_batches: int) -> tuple[int, int]:
+    """(peak resident bytes after a few windows, bytes of the gradient) of one rank with a 25M-parameter MLP."""
+    with samestep.Run(precision="fp32", progress=False, exchange=exchange, num_threads=1) as run:
+        net = nn.Sequential(*(nn.Linear(2048, 2048) for _ in range(6)))
+        model, _ = run.prepare(net, torch.optim.SGD(net.parameters(), lr=1e-3))
+        data = torch.randn(3 * micro_batches, 2048)
+        for window in run.loader(data, batch_size=micro_batches, micro_batch_size=1):
+            for (x,) in window:
+                window.backward(model(x).square().mean())
+            window.step()
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, sum(p.numel() for p in net.parameters()) * 4
+
+
+def print_memory() -> None:
+    """Gradient copies that the exact exchange adds to a rank's peak, beside what `samestep plan` says."""
+    print(f"{'ranks':>5} {'M':>3} {'added copies':>13} {'plan':>6}")
+    for ranks, micro_batches in ((1, 4), (2, 2), (2, 4), (2, 8)):
+        fast = max(peak for peak, _ in run_ranks(peak_memory, ranks, "fast", micro_batches, timeout_s=300))
+        exact, gradient = max(run_ranks(peak_memory, ranks, "exact", micro_batches, timeout_s=300))
+        shares = [split(micro_batches, rank, ranks) for rank in range(ranks)]
+        planned = max(kept_nodes(share) for share in shares)
+        if ranks > 1:
+            sending = max(len(cover(share)) for share in shares)
+            planned += sum(len(cover(share)) for share in shares) / ranks + (sending if sending > 1 else 0)
+        print(f"{ranks:5} {micro_batches:3} {(exact - fast) / gradient:13.2f} {planned:6.2f}")
+
+
 def main() -> None:
     """Print one line for each number of ranks and micro-batches."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", default="2,4", help="comma-separated (default: 2,4)")
     parser.add_argument("--chunks", type=int, default=10, help="interleaved chunks (default: 10)")
+    parser.add_argument("--memory", action="store_true", help="measure memory instead of time")
     arguments = parser.parse_args()
+    if arguments.memory:
+        print_memory()
+        return
     print(f"torch {torch.__version__}, 1 thread a rank, gloo on loopback")
     print(f"{'ranks':>5} {'M':>3} {'fast ms':>8} {'exact ms':>9} {'ratio':>6}  {'quartiles':10} {'sent / ring':>11}")
     for ranks in (int(text) for text in arguments.ranks.split(",")):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-__all__ = ["Node", "Stack", "are_siblings", "cover", "parent", "root"]
+__all__ = ["Node", "Stack", "are_siblings", "cover", "kept_nodes", "parent", "root"]
 
 Node = tuple[int, int]
 """(level, index)."""
@@ -33,6 +33,11 @@ def cover(leaves: range) -> list[Node]:
         while len(nodes) > 1 and are_siblings(nodes[-2], nodes[-1]):
             nodes[-2:] = [parent(nodes[-1])]
     return nodes
+
+
+def kept_nodes(leaves: range) -> int:
+    """How many gradients a rank keeps apart at most while it works through these leaves, the last one not counted."""
+    return max((len(cover(range(leaves.start, stop))) for stop in leaves), default=0)
 
 
 def root(values: dict[Node, torch.Tensor], num_leaves: int) -> torch.Tensor:
