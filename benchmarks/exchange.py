@@ -10,8 +10,10 @@ with its quartiles. Bytes are those one rank sends in a window, beside a ring al
 from __future__ import annotations
 
 import argparse
+import os
 import resource
 import statistics
+import sys
 import time
 from typing import Any
 
@@ -21,7 +23,7 @@ from torch import nn
 
 import samestep
 from samestep.data.grid import split
-from samestep.distributed.tree import cover, kept_nodes
+from samestep.distributed.tree import added_copies
 from samestep.testing import run_ranks
 
 
@@ -74,15 +76,15 @@ def peak_memory(exchange: str, micro_batches: int) -> tuple[int, int]:
 
 def print_memory() -> None:
     """Gradient copies that the exact exchange adds to a rank's peak, beside what `samestep plan` says."""
-    print(f"{'ranks':>5} {'M':>3} {'added copies':>13} {'plan':>6}")
-    for ranks, micro_batches in ((1, 4), (2, 2), (2, 4), (2, 8)):
+    wanted = {"MALLOC_MMAP_THRESHOLD_": "1000000", "MALLOC_TRIM_THRESHOLD_": "0"}
+    if any(os.environ.get(name) != value for name, value in wanted.items()):
+        # glibc keeps freed memory otherwise, and the resident size would show its habits
+        os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **wanted})
+    print(f"{'ranks':>5} {'M':>3} {'added copies':>13} {'plan':>6}   (gloo stages up to one more)")
+    for ranks, micro_batches in ((1, 4), (1, 8), (2, 2), (2, 4), (2, 8)):
         fast = max(peak for peak, _ in run_ranks(peak_memory, ranks, "fast", micro_batches, timeout_s=300))
         exact, gradient = max(run_ranks(peak_memory, ranks, "exact", micro_batches, timeout_s=300))
-        shares = [split(micro_batches, rank, ranks) for rank in range(ranks)]
-        planned = max(kept_nodes(share) for share in shares)
-        if ranks > 1:
-            sending = max(len(cover(share)) for share in shares)
-            planned += sum(len(cover(share)) for share in shares) / ranks + (sending if sending > 1 else 0)
+        planned = added_copies([split(micro_batches, rank, ranks) for rank in range(ranks)])
         print(f"{ranks:5} {micro_batches:3} {(exact - fast) / gradient:13.2f} {planned:6.2f}")
 
 

@@ -91,7 +91,7 @@ def _lone_sample(grid: Any, model: Any) -> str | None:
 
 def _memory(grid: Any, task: Any, model: Any, ranks: int, exchange: str) -> list[tuple[str, str]]:
     """Bytes a rank holds besides activations, which depend on the model's forward."""
-    from samestep.distributed.tree import cover, kept_nodes
+    from samestep.distributed.tree import added_copies
 
     weights = sum(param.numel() * param.element_size() for param in model.parameters())
     gradient = sum(param.numel() * 4 for param in model.parameters() if param.requires_grad)
@@ -103,14 +103,9 @@ def _memory(grid: Any, task: Any, model: Any, ranks: int, exchange: str) -> list
         (f"{optimizer} state", "unknown" if states is None else f"{_size(states * gradient)} at most"),
     ]
     if exchange == "exact":
-        shares = [grid.share(0, rank, ranks) for rank in range(ranks)]
-        kept = max(kept_nodes(share) for share in shares)
-        received = sum(len(cover(share)) for share in shares) / ranks if ranks > 1 else 0.0
-        sending = max(len(cover(share)) for share in shares)
-        copies = kept + received + (sending if sending > 1 and ranks > 1 else 0)
-        rows.append(
-            ("exact exchange", f"{_size(copies * gradient)} more: {kept} gradients kept apart, {received:.2f} received")
-        )
+        copies = added_copies([grid.share(0, rank, ranks) for rank in range(ranks)])
+        staged = "" if ranks == 1 else ", and what the backend stages (gloo: up to one gradient)"
+        rows.append(("exact exchange", f"{_size(copies * gradient)} more ({copies:.3g} gradients){staged}"))
     return rows
 
 

@@ -53,7 +53,8 @@ class ExactExchange:
         self._world, self._group, self.keeps_last = world, group, keeps_last or world.size == 1
         self._params: list[torch.Tensor] = []
         self._sent: list[_Sent] = []
-        self._spaces: dict[int, torch.Tensor] = {}
+        self._pool: torch.Tensor | None = None
+        self._taken = 0
         self.bytes_sent = 0
         """By this rank to the others, so far."""
 
@@ -69,6 +70,9 @@ class ExactExchange:
         self._stack = Stack()
         self._used = [False] * len(params)
         self._sent = []
+        if params and self._taken > (0 if self._pool is None else len(self._pool)):
+            self._pool = params[0].new_empty(self._taken, requires_grad=False)
+        self._taken = 0
 
     def set_aside(self, micro_batch: int) -> None:
         """Take a micro-batch's gradients out of .grad, as a leaf."""
@@ -105,7 +109,7 @@ class ExactExchange:
             sending = torch.cat(pieces) if pieces else buffer.new_empty(0)
         self.bytes_sent += len(values) * (buffer.numel() - len(spans[rank])) * buffer.element_size()
         counts = [len(self._cover(other)) for other in range(world.size)]
-        received = self._workspace(bucket.index(), sum(counts) * len(spans[rank]), buffer)
+        received = self._workspace(sum(counts) * len(spans[rank]), buffer)
         work = dist.all_to_all_single(
             received,
             sending,
@@ -121,12 +125,12 @@ class ExactExchange:
         future.set_result(buffer)
         return future
 
-    def _workspace(self, bucket: int, length: int, like: torch.Tensor) -> torch.Tensor:
+    def _workspace(self, length: int, like: torch.Tensor) -> torch.Tensor:
         """Memory that stays from window to window: fresh pages cost more than what is done with them."""
-        kept = self._spaces.get(bucket)
-        if kept is None or len(kept) < length:
-            kept = self._spaces[bucket] = like.new_empty(length)
-        return kept[:length]
+        start, self._taken = self._taken, self._taken + length
+        if self._pool is None or self._taken > len(self._pool):
+            return like.new_empty(length)  # the first window; the next one has a pool of the whole size
+        return self._pool[start : self._taken]
 
     def _nodes(self, buffer: torch.Tensor, params: list[torch.Tensor], views: list[torch.Tensor]) -> list[torch.Tensor]:
         """This rank's nodes for one bucket, flat in the bucket's layout; the last leaf stands in the bucket itself."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-__all__ = ["Node", "Stack", "are_siblings", "cover", "kept_nodes", "parent", "root"]
+__all__ = ["Node", "Stack", "added_copies", "are_siblings", "cover", "kept_nodes", "parent", "root"]
 
 Node = tuple[int, int]
 """(level, index)."""
@@ -38,6 +38,18 @@ def cover(leaves: range) -> list[Node]:
 def kept_nodes(leaves: range) -> int:
     """How many gradients a rank keeps apart at most while it works through these leaves, the last one not counted."""
     return max((len(cover(range(leaves.start, stop))) for stop in leaves), default=0)
+
+
+def added_copies(shares: list[range]) -> float:
+    """Gradients the exact exchange holds besides .grad on the busiest rank: kept apart, received, put together to send.
+
+    The backend's own staging comes on top: gloo gathers into a copy.
+    """
+    kept = max(kept_nodes(share) for share in shares)
+    if len(shares) == 1:
+        return float(kept)
+    sending = max(len(cover(share)) for share in shares)
+    return kept + sum(len(cover(share)) for share in shares) / len(shares) + (sending if sending > 1 else 0)
 
 
 def root(values: dict[Node, torch.Tensor], num_leaves: int) -> torch.Tensor:
