@@ -76,3 +76,6 @@ class RunDirError(SamestepError, OSError):
 
 class RankError(SamestepError, RuntimeError):
     """Another rank failed first, or the ranks disagree about something they must share."""
+
+    follows = False
+    """Another rank has said what is wrong; this error only ends this one."""

@@ -99,6 +99,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except SamestepError as e:
         if os.environ.get("SAMESTEP_TRACEBACK") == "1":
             raise
+        if getattr(e, "follows", False):
+            return 1
         text = " ".join(str(part).strip() for part in (e, *getattr(e, "__notes__", ())))
         print("samestep: error:", text.replace("\n", " "), file=sys.stderr)
         return 1

@@ -78,15 +78,19 @@ def run(arguments: argparse.Namespace) -> int:
         "log_every": arguments.log_every,
         "progress": not arguments.quiet,
     }
+    batch_size = task.batch_size if arguments.batch_size is None else arguments.batch_size
     with samestep.Run(directory, **settings) as run:
+        size = arguments.micro_batch_size or task.micro_batch_size
+        if arguments.micro_batch_size is None and size is not None and size * (run.world_size - 1) >= batch_size:
+            size = None  # the task's own size would leave ranks without work; its default gives way to one a rank
         fitted = fit(
             task,
             run,
             epochs=task.epochs if arguments.epochs is None else arguments.epochs,
             learning_rate=arguments.learning_rate or task.learning_rate,
             num_workers=arguments.workers,
-            batch_size=task.batch_size if arguments.batch_size is None else arguments.batch_size,
-            micro_batch_size=arguments.micro_batch_size or task.micro_batch_size,
+            batch_size=batch_size,
+            micro_batch_size=size,
             drop_last=arguments.drop_last,
         )
         if run.is_main:

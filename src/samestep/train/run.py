@@ -124,7 +124,9 @@ class Run:
             self._stack.close()
             self._entered = False
         if first is not None:
-            raise RankError(first, "this rank stops with it") from None
+            follows = RankError(first, "this rank stops with it")
+            follows.follows = True
+            raise follows from None
         if isinstance(error, Exception) and self.world_size > 1:
             error.add_note(f"(on rank {self.rank} of {self.world_size})")
 
