@@ -146,14 +146,14 @@ class World:
         if self._store is not None:
             self._store.set(name, value)
 
-    def heard(self, name: str) -> str | None:
-        """The text under `name`, or None when there is none (or nobody left to ask)."""
+    def announce_first(self, name: str, value: str) -> str:
+        """Leave `value` under `name` unless there is one; what stands there now. Not a collective."""
         if self._store is None:
-            return None
+            return value
         try:
-            return str(self._store.get(name).decode()) if self._store.check([name]) else None
+            return str(self._store.compare_set(name, "", value).decode())
         except RuntimeError:  # the rank that kept the store is gone
-            return None
+            return value
 
     def wait_for(self, name: str, what: str) -> None:
         """Wait until `name` is announced.

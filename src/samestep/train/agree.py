@@ -43,13 +43,13 @@ def first_failure(world: World, error: BaseException) -> str | None:
         What another rank said before, when this rank's error is the same or only follows from it (a broken connection);
         else None.
     """
-    said = world.heard(_FAILED)
-    what = f"{type(error).__name__}: {error}"
-    if said is None:
-        world.announce(_FAILED, f"rank {world.rank} failed first: {what}")
+    mine = f"rank {world.rank} failed first: {type(error).__name__}: {error}"
+    said = world.announce_first(_FAILED, mine)
+    if said == mine:
         return None
+    same = said.partition(": ")[2] == mine.partition(": ")[2]
     follows = isinstance(error, RuntimeError) and not isinstance(error, SamestepError)
-    return said if follows or said.endswith(what) else None
+    return said if same or follows else None
 
 
 def reduce_over_ranks(world: World, values: Mapping[str, float | torch.Tensor | Mean]) -> dict[str, float]:
