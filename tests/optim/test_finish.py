@@ -184,7 +184,7 @@ def test_several_optimizers_have_one_norm_and_one_decision(ways: tuple[str, str]
 @pytest.mark.parametrize("limit", [{}, {"clip_norm": 0.5}, {"clip_value": 0.4}])
 def test_sparse_gradients_count_a_repeated_row_as_its_sum(limit: dict[str, float]) -> None:
     ours, theirs = nn.Parameter(torch.ones(4, 2)), nn.Parameter(torch.ones(4, 2))
-    ours.grad = torch.sparse_coo_tensor([[1, 3, 1]], torch.ones(3, 2) * 6.0, (4, 2))
+    ours.grad = torch.sparse_coo_tensor([[1, 3, 1]], torch.ones(3, 2) * 6.0, (4, 2), check_invariants=True)
     theirs.grad = torch.tensor([[0.0, 0.0], [2.0, 2.0], [0.0, 0.0], [1.0, 1.0]])
     outcome = close(torch.optim.SGD([ours], lr=0.1), 6.0, **limit)
     assert outcome.grad_norm.item() == pytest.approx(theirs.grad.norm().item())

@@ -20,6 +20,7 @@ VERBS: dict[str, tuple[str, str]] = {
     "train": ("samestep.cli.train", "train a built-in task or your own, on any number of ranks in any precision"),
     "launch": ("samestep.cli.launch", "run a Python script on several ranks"),
     "plan": ("samestep.cli.plan", "say what a training will do, before it does it"),
+    "diff": ("samestep.cli.diff", "compare two runs: the first window that differs, in what, how far, and why"),
     "doctor": ("samestep.cli.doctor", "say what works on this machine, and what to install or change"),
 }
 """Each verb's module and one-line help. A module has EXAMPLES, `add_arguments(parser)` and `run(arguments) -> int`."""

@@ -1,4 +1,4 @@
-"""Compare two ledgers window by window: the first window that differs, in what, how far, and why that is likely.
+"""Compare two ledgers window by window: the first window that differs, in what, and how far.
 
 Both files are read side by side, a line at a time, so that long runs need no memory. Imports no torch.
 """
@@ -15,13 +15,11 @@ from typing import Any
 from samestep.errors import ConfigError, RunDirError
 from samestep.monitor.ledger import SCHEMA
 
-__all__ = ["Comparison", "Difference", "compare"]
-
-ROUNDING = 1e-4
-"""A relative difference below this, on the same data, is taken for rounding."""
+__all__ = ["Comparison", "Difference", "compare", "relative"]
 
 # What of a window is compared, in the order of cause and effect, and what people call it.
 _FIELDS = {
+    "place": "place (epoch, window)",
     "data": "data (which samples)",
     "samples": "samples in the window",
     "weight": "loss terms (weight)",
@@ -54,6 +52,8 @@ class Comparison:
     files: tuple[str, str]
     windows: list[int] = dataclasses.field(default_factory=lambda: [0, 0])
     """Windows of each ledger."""
+    num_same: int = 0
+    """Windows of both before the first difference."""
     last_same: int | None = None
     """The step of the last window before the first difference."""
     step: int | None = None
@@ -114,6 +114,7 @@ def compare(a: Path, b: Path, tolerance: float = 0.0) -> Comparison:
     comparing = _Comparing(found, tolerance)
     for left, right in _side_by_side(readers[0].entries(), readers[1].entries()):
         comparing.entry(left, right)
+    comparing.end()
     for number, reader in enumerate(readers):
         if not found.windows[number]:
             raise RunDirError(f"{reader.path} holds no window", "a comparison needs one at least", "let the run go on")
@@ -153,7 +154,7 @@ class _Reader:
             kind = line["kind"]
             if kind == "start":
                 num_starts += 1
-                start = line if start is None else {**line, "step": min(line["step"], start["step"])}
+                start = line
                 continue
             if kind not in ("window", "digest") or (step := self._step(number, line)) > limits[num_starts]:
                 continue
@@ -183,6 +184,8 @@ class _Reader:
                     if containing in text and (line := self._parsed(number, text, last=not following)) is not None:
                         yield number, line
                     text = following
+        except RunDirError:  # an OSError too
+            raise
         except OSError as e:
             raise RunDirError(f"cannot read {self.path}: {e.strerror}", "", "check the path and its rights") from e
         if not number:
@@ -213,8 +216,7 @@ class _Reader:
 
     def _no_ledger(self, number: int, what: str) -> RunDirError:
         return RunDirError(
-            f"{self.path} is no ledger: line {number} is {what}" if " comes " not in what else f"{self.path}: {what} "
-            f"(line {number})",
+            f"{self.path} is no ledger: {what} in line {number}",
             "a ledger has one JSON object a line, its windows in order",
             "pass a run directory or its ledger.jsonl",
         )
@@ -264,6 +266,11 @@ class _Comparing:
         if left is not None and right is not None and left.digest is not None and right.digest is not None:
             self._digests(left.step, left.digest, right.digest)
 
+    def end(self) -> None:
+        """Take the end of both."""
+        if self._found.same:
+            self._found.starts = list(self._latest)
+
     def _windows(self, a: dict[str, Any], b: dict[str, Any]) -> None:
         found, step = self._found, a["step"]
         if found.step is not None:
@@ -277,7 +284,7 @@ class _Comparing:
         if differences:
             self._first(step, differences, (a, b))
             return
-        found.last_same, self._same = step, (a, b)
+        found.num_same, found.last_same, self._same = found.num_same + 1, step, (a, b)
         self._fresh = [[], []]
 
     def _missing(self, windows: list[dict[str, Any] | None]) -> None:
@@ -326,15 +333,20 @@ class _Comparing:
 
 def _differences(a: dict[str, Any], b: dict[str, Any], tolerance: float) -> Iterator[Difference]:
     for field, label in _FIELDS.items():
-        if field == "data":
-            left, right = a.get("digest") or None, b.get("digest") or None
-        else:
-            left, right = a.get(field), b.get(field)
+        left, right = _value(a, field), _value(b, field)
         if left == right or (field != "scale" and (left is None or right is None)):
             continue  # a figure that one of them does not know is no difference
-        gap = None if field == "data" or isinstance(left, bool) else relative(left, right)
+        gap = None if field in ("place", "data", "skipped") else relative(left, right)
         if gap is None or gap > tolerance:
             yield Difference(field=field, label=label, a=left, b=right, relative=gap)
+
+
+def _value(line: dict[str, Any], field: str) -> Any:
+    if field == "place":
+        return [line["epoch"], line["window"]] if "epoch" in line and "window" in line else None
+    if field == "data":
+        return line.get("digest") or None  # "" where it is unknown
+    return line.get(field)
 
 
 def relative(a: Any, b: Any) -> float:

@@ -32,9 +32,9 @@ class Mean:
         if not isinstance(weight, torch.Tensor) and weight == 0:
             return
         value = value.detach().double() if isinstance(value, torch.Tensor) else float(value)
-        weight = weight.detach().double() if isinstance(weight, torch.Tensor) else float(weight)
-        if isinstance(weight, torch.Tensor) and isinstance(value, torch.Tensor):
-            value = torch.where(weight > 0, value, torch.zeros_like(value))
+        if isinstance(weight, torch.Tensor):
+            weight = weight.detach().double()
+            value = torch.where(weight > 0, value, 0.0)  # 0 x NaN is NaN
         self._total = self._total + value * weight
         self._weight = self._weight + weight
 
@@ -98,14 +98,16 @@ def memory_report(device: torch.device | str | None = None) -> dict[str, Any]:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     device = torch.device(device)
     cuda = device.type == "cuda"
+    now = _resident_bytes()
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
     return {
         "device": str(device),
         "allocated": torch.cuda.memory_allocated(device) if cuda else None,
         "reserved": torch.cuda.memory_reserved(device) if cuda else None,
         "peak_allocated": torch.cuda.max_memory_allocated(device) if cuda else None,
         "peak_reserved": torch.cuda.max_memory_reserved(device) if cuda else None,
-        "process": _resident_bytes(),
-        "process_peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024),
+        "process": now,
+        "process_peak": max(peak, now or 0),  # the kernel notes the peak a little late
     }
 
 
