@@ -46,6 +46,8 @@ class RunConfig:
     """Consecutive skipped windows after which the run gives up."""
     save_every: int | None = None
     """Checkpoint after this many windows; None: at the end of each epoch only."""
+    digest_every: int | None = 100
+    """Write digests of the weights into the ledger after this many windows, for `samestep diff`; None: none."""
     keep_last: int | None = 3
     """Checkpoints that are kept; None keeps all."""
     timeout_s: float = 600.0
@@ -70,7 +72,15 @@ class RunConfig:
                     _did_you_mean(str(getattr(self, name)), allowed) or "pass one of them",
                 )
         check_seed(self.seed)
-        for name in ("max_skips", "save_every", "keep_last", "growth_interval", "micro_batches", "num_threads"):
+        for name in (
+            "max_skips",
+            "save_every",
+            "keep_last",
+            "growth_interval",
+            "micro_batches",
+            "num_threads",
+            "digest_every",
+        ):
             _check_count(name, getattr(self, name), optional=name not in ("max_skips", "growth_interval"))
         if isinstance(self.log_every, bool) or not isinstance(self.log_every, int) or self.log_every < 0:
             raise ConfigError(f"got log_every={self.log_every!r}", "it is 0 or more windows", "pass 100")

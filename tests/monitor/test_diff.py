@@ -48,7 +48,7 @@ def train(
     torch.manual_seed(5)
     net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 3))
     settings = {"precision": "fp32", "progress": False, "init_scale": init_scale, **settings}
-    with samestep.Run(directory, seed=seed, **settings) as run:
+    with samestep.Run(directory, seed=seed, **{"digest_every": None, **settings}) as run:
         optimizer = torch.optim.SGD(net.parameters(), lr=lr, momentum=0.9, weight_decay=weight_decay)
         if touch:
             touch(net, optimizer, -1)

@@ -19,7 +19,18 @@ from tests.cases.helpers import Weight, quiet_run
 
 
 def record(step: int, **values: Any) -> Record:
-    return Record(**{"epoch": 0, "window": step - 1, "step": step, "micro_batches": 1, "lr": [0.1], "seconds": 0.0, "data_seconds": 0.0, **values})
+    return Record(
+        **{
+            "epoch": 0,
+            "window": step - 1,
+            "step": step,
+            "micro_batches": 1,
+            "lr": [0.1],
+            "seconds": 0.0,
+            "data_seconds": 0.0,
+            **values,
+        }
+    )
 
 
 def strictly(text: str) -> Any:

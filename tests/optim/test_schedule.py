@@ -37,8 +37,12 @@ def skipping(every: str, fused: bool) -> tuple[list[float], int]:
 
 @pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize(("every", "rates", "end"), [("window", [1, 0.5, 0.5], 2), ("epoch", [1, 1, 1], 1), ("manual", [1, 1, 1], 0)])
-def test_a_skipped_window_holds_the_rate_on_all_ranks(fused: bool, ranks: int, every: str, rates: list, end: int) -> None:
+@pytest.mark.parametrize(
+    ("every", "rates", "end"), [("window", [1, 0.5, 0.5], 2), ("epoch", [1, 1, 1], 1), ("manual", [1, 1, 1], 0)]
+)
+def test_a_skipped_window_holds_the_rate_on_all_ranks(
+    fused: bool, ranks: int, every: str, rates: list, end: int
+) -> None:
     assert run_ranks(skipping, ranks, every, fused) == [(pytest.approx(rates), end)] * ranks
 
 

@@ -77,7 +77,9 @@ def test_casting_the_inner_model_is_noticed_at_the_next_window_with_the_names(ca
     with quiet_run() as run:
         net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
         model, _ = run.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
-        with pytest.raises(samestep.ModelError, match=r"cast after prepare: [01]\.weight is torch\.\w+, was torch\.float32"):
+        with pytest.raises(
+            samestep.ModelError, match=r"cast after prepare: [01]\.weight is torch\.\w+, was torch\.float32"
+        ):
             for window in run.loader(torch.ones(4, 2), batch_size=2):
                 for (x,) in window:
                     window.backward(model(x).mean())
@@ -94,12 +96,16 @@ def test_preparing_twice_is_refused(exchange: str) -> None:
             run.prepare(model)
 
 
-def test_preparing_the_same_module_twice_is_refused() -> None:
+def test_preparing_a_parameter_or_an_optimizer_twice_is_refused() -> None:
     with quiet_run() as run:
-        net = nn.Linear(2, 1)
-        run.prepare(net)
-        with pytest.raises(samestep.ModelError):
-            run.prepare(net)
+        net = nn.Sequential(nn.Linear(2, 1))
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        run.prepare(net, optimizer)
+        for again in (net, net[0], nn.Sequential(nn.Linear(1, 1), net)):
+            with pytest.raises(samestep.ModelError, match=r"weight belongs to a model that was prepared before"):
+                run.prepare(again)
+        with pytest.raises(samestep.ConfigError, match="same SGD to prepare twice"):
+            run.prepare(optimizer)
 
 
 def a_ddp_model() -> str:
@@ -164,7 +170,13 @@ def differing(what: str) -> None:
 
 @pytest.mark.parametrize(
     ("what", "named"),
-    [("shape", r"0\.weight.*\[3, 2\]"), ("number", "4 tensors.*6 tensors"), ("dtype", r"1\.weight.*float64"), ("frozen", r"1\.weight.*False"), ("buffer", "extra|4 tensors.*5 tensors")],
+    [
+        ("shape", r"0\.weight.*\[3, 2\]"),
+        ("number", "4 tensors.*6 tensors"),
+        ("dtype", r"1\.weight.*float64"),
+        ("frozen", r"1\.weight.*False"),
+        ("buffer", "extra|4 tensors.*5 tensors"),
+    ],
 )
 def test_a_model_that_differs_between_ranks_is_refused_on_all_naming_where(what: str, named: str) -> None:
     with pytest.raises(RanksFailed, match=named) as failed:

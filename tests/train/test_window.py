@@ -442,7 +442,9 @@ def test_a_loop_may_step_only_one_of_the_optimizers(ranks: int) -> None:
         assert updates == 4
 
 
-@pytest.mark.xfail(reason="window.step counts steps, not optimizers: two phases of one of two optimizers close it", strict=True)
+@pytest.mark.xfail(
+    reason="window.step counts steps, not optimizers: two phases of one of two optimizers close it", strict=True
+)
 def test_an_optimizer_may_have_several_phases_in_a_window() -> None:
     gan("fp32", "ddg")
 

@@ -33,7 +33,7 @@ examples:
   samestep doctor
 
 `samestep VERB --help` has each verb's flags. Exit codes: 0 done, 1 an error said in one line, 2 wrong usage;
-SAMESTEP_TRACEBACK=1 shows an error's whole traceback.
+diff: 0 the same, 1 different, 2 an error. SAMESTEP_TRACEBACK=1 shows an error's whole traceback.
 """
 
 

@@ -50,6 +50,13 @@ class Buffers:
         self._slots: list[_Slot] = []
         self._watched: list[_Slot] = []
         rules = dict(rules or {})
+        for name, rule in rules.items():
+            if rule not in ("mean", "last") and not callable(rule):
+                raise ConfigError(
+                    f"got buffers={{{name!r}: {rule!r}}}",
+                    "a rule is 'mean', 'last', or a function of (values, weights)",
+                    "pass one of them",
+                )
         for module in modules:
             for prefix, owner in module.named_modules():
                 kept = (b for b in owner._buffers if b not in owner._non_persistent_buffers_set)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import numbers
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -73,7 +73,8 @@ def checked_weight(window: Window, weight: float | torch.Tensor) -> float | torc
         if weight.device.type == "cuda":
             return weight.double()
         weight = float(weight)
-    if not isinstance(weight, numbers.Real) or not math.isfinite(weight) or weight < 0:
+    given: Any = weight  # annotations do not stop a caller from passing text
+    if not isinstance(given, numbers.Real) or not math.isfinite(weight) or weight < 0:
         place = f"micro-batch {window.share[window.current or 0]} of window {window.number}, epoch {window.epoch}"
         raise NonFiniteError(
             f"got weight={weight!r} in {place}",

@@ -13,7 +13,7 @@ from samestep.distributed.collectives import broadcast_json
 from samestep.distributed.process_group import World
 from samestep.errors import RunDirError
 from samestep.monitor.console import Display
-from samestep.monitor.ledger import Ledger
+from samestep.monitor.ledger import SCHEMA, Ledger
 from samestep.precision.policy import Policy
 from samestep.train.engine import Engine
 
@@ -28,7 +28,7 @@ class RunFiles:
     """
 
     def __init__(self, config: RunConfig, world: World) -> None:
-        self._directory, self._world, self._resume = config.directory, world, config.resume
+        self._directory, self._world, self._config = config.directory, world, config
         self.display = Display(config.progress and world.is_main, config.log_every)
         self._lock: TextIO | None = None
         self._ledger: Ledger | None = None
@@ -55,7 +55,7 @@ class RunFiles:
                 "a directory holds one run at a time",
                 "wait for it to end, or pass another directory",
             ]
-        if self._resume == "never":
+        if self._config.resume == "never":
             self._set_earlier_aside(self._directory)
         return None
 
@@ -81,7 +81,16 @@ class RunFiles:
             engine.on_record.append(self._ledger.window)
         engine.on_record.append(self.display.window)
         self.event(
-            "start", step=engine.step, world_size=self._world.size, precision=policy.name, torch=torch.__version__
+            "start",
+            schema=SCHEMA,
+            step=engine.step,
+            world_size=self._world.size,
+            precision=policy.name,
+            exchange=self._config.exchange,
+            seed=self._config.seed,
+            device=engine.device.type,
+            threads=torch.get_num_threads(),
+            torch=str(torch.__version__),
         )
         where = f"{self._world.size} rank{'s' * (self._world.size > 1)} on {engine.device.type}"
         self.display.note(f"{where}, precision {policy.name} ({policy.reason})")

@@ -72,6 +72,14 @@ def prepare(
 
 def _prepare_model(engine: Engine, saving: Saving, module: nn.Module, wrapping: Wrapping) -> Prepared:
     check_model(module, engine.policy)
+    known = parameter_names(engine.models)
+    for name, param in module.named_parameters():
+        if id(param) in known:
+            raise ModelError(
+                f"parameter {name} belongs to a model that was prepared before",
+                "gradients of a parameter meet over the ranks once a window",
+                "prepare a model once; put models that share parameters into one module",
+            )
     number = len(engine.models)
     module.to(engine.device)
     group = engine.world.group_for_model(number)
@@ -84,6 +92,10 @@ def _prepare_model(engine: Engine, saving: Saving, module: nn.Module, wrapping: 
 
 def _prepare_optimizer(engine: Engine, saving: Saving, optimizer: Optimizer) -> None:
     check_optimizer(optimizer)
+    if any(optimizer is other for other in engine.optimizers):
+        raise ConfigError(
+            f"got the same {type(optimizer).__name__} to prepare twice", "an optimizer is prepared once", "leave it out"
+        )
     names = parameter_names(engine.models)
     for group in optimizer.param_groups:
         for param in group["params"]:

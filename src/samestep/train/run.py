@@ -17,6 +17,7 @@ from samestep.data.fetch import seed_everything
 from samestep.distributed.collectives import gather_json, sum_numbers
 from samestep.distributed.process_group import World
 from samestep.errors import ConfigError, RankError, WindowError
+from samestep.monitor.digests import Digests
 from samestep.monitor.meters import Mean
 from samestep.optim.ema import Ema
 from samestep.optim.schedule import Every
@@ -33,7 +34,7 @@ from samestep.train.global_batch import gather
 from samestep.train.loader import Loader
 from samestep.train.prepare import Wrapping, prepare
 from samestep.train.prepared import Prepared
-from samestep.train.saving import Saving, collect
+from samestep.train.saving import Saving, collect, named_tensors
 
 __all__ = ["Run"]
 
@@ -75,6 +76,7 @@ class Run:
         self._registered: dict[str, Any] = {}
         self._rules: dict[str, BufferRule] = {}
         self._evaluated: Loader | None = None
+        self._digests: Digests | None = None
 
     # Begin and end ----------------------------------------------------------------------------------------------------
 
@@ -96,6 +98,10 @@ class Run:
             self.saving = Saving(config.directory, config, self.world, self.files.display.note)
             self._engine = self._make_engine()
             self.files.begin(self.saving.resumed, self._engine, self.policy)
+            if config.digest_every is not None and self.world.is_main and config.directory is not None:
+                self._digests = Digests(
+                    config.digest_every, lambda: named_tensors(self._engine.models), self.files.event
+                )
             seed_everything(key(config.seed, Purpose.MODEL), self.device)
             self.epoch = int(self.saving.meta.get("position", {}).get("epoch", 0))
             self._stack = stack.pop_all()
@@ -118,7 +124,7 @@ class Run:
     ) -> None:
         try:
             if error is None:
-                self._engine.settle()
+                self._settle()
         finally:
             first = first_failure(self.world, error) if error is not None else None
             self._stack.close()
@@ -318,6 +324,7 @@ class Run:
             raise ConfigError(f"got epochs({num_epochs!r})", "it is a whole number, 0 or more", "pass 10")
         self._check_restored()
         self.files.display.num_epochs = num_epochs
+        self._digest()  # before the first window: other initial weights show here
         for epoch in range(self.epoch, num_epochs):
             self.epoch = epoch
             for loader in self._loaders.values():
@@ -340,7 +347,17 @@ class Run:
                 "create them before run.epochs",
             )
 
+    def _settle(self) -> None:
+        self._engine.settle()
+        if self._digests is not None:
+            self._digests.flush()
+
+    def _digest(self) -> None:
+        if self._digests is not None:
+            self._digests.after_window(self._engine.step)
+
     def _after_window(self) -> None:
+        self._digest()
         every = self.config.save_every
         if every is not None and self._engine.step % every == 0:
             self.save()
@@ -357,7 +374,7 @@ class Run:
         self._check_entered("save")
         if self.config.directory is None:
             return None
-        self._engine.settle()
+        self._settle()
         position = {"epoch": self.epoch}
         trained = {name: loader for name, loader in self._loaders.items() if loader.trained}
         meta = {

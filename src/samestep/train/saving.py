@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch.optim import Optimizer
 
 from samestep.checkpoint.names import match
@@ -176,3 +177,11 @@ def parameter_names(models: list[Prepared]) -> dict[int, str]:
         for number, model in enumerate(models)
         for name, param in unwrap(model.module).named_parameters()
     }
+
+
+def named_tensors(models: list[Prepared]) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors of the models' states; with several models the name begins with the model's number."""
+    for number, model in enumerate(models):
+        for name, value in model.state_dict().items():
+            if isinstance(value, torch.Tensor):
+                yield (f"{number}:{name}" if len(models) > 1 else name), value
