@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from samestep.cli.main import main
 from samestep.testing import run_ranks
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -36,9 +37,9 @@ def run_script(path: str, arguments: list[str], directory: str) -> list[str]:
 
 def output(name: str, ranks: int, directory: Path, *arguments: str) -> list[str]:
     """What main prints; the other ranks must be silent."""
-    main, *others = run_ranks(run_script, ranks, str(script(name)), list(arguments), str(directory))
+    printed, *others = run_ranks(run_script, ranks, str(script(name)), list(arguments), str(directory))
     assert not any(others), "only main prints"
-    return main
+    return printed
 
 
 def number(text: str, pattern: str) -> float:
@@ -145,15 +146,9 @@ def test_a_stream_gives_each_sample_once_on_any_number_of_ranks(tmp_path: Path) 
     assert number(two[1], "loss") == pytest.approx(number(one[1], "loss"), rel=0.05)
 
 
-def test_a_task_of_the_users_trains_from_the_command_line(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "samestep", "train", f"{script('own_task')}:MyTask", "--run-dir", str(tmp_path)],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert "goal 0.9: reached" in done.stdout
+def test_a_task_of_the_users_trains_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", f"{script('own_task')}:MyTask", "--run-dir", str(tmp_path), "--quiet"]) == 0
+    assert "goal 0.9: reached" in capsys.readouterr().out
 
 
 def test_a_script_runs_under_launch_too(tmp_path: Path) -> None:

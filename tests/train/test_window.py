@@ -156,7 +156,7 @@ def test_iterating_twice_without_a_step_is_refused(trial: Trial) -> None:
         for window in trial.train:
             for (x,) in window:
                 trial.backward(window, x)
-            for (x,) in window:
+            for _ in window:
                 pass
     finish_properly(trial)
 

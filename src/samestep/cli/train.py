@@ -37,6 +37,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     where.add_argument("--resume", choices=("auto", "must", "never"), default="auto", help="default: auto")
     how = parser.add_argument_group("how")
     how.add_argument("--precision", choices=("auto", "fp32", "tf32", "bf16", "fp16"), default="auto")
+    how.add_argument(
+        "--exchange", choices=("fast", "exact"), default="fast", help="exact: bitwise the same on any number of ranks"
+    )
     how.add_argument("--seed", type=int, default=0, help="of order, dropout, augmentation and initial weights")
     how.add_argument("--epochs", type=int, help="in all (default: the task's)")
     how.add_argument("--batch-size", type=int, help="samples of one optimizer step, over all ranks")
@@ -69,6 +72,7 @@ def run(arguments: argparse.Namespace) -> int:
     directory = arguments.run_dir or Path("runs") / name
     settings = {
         "precision": arguments.precision,
+        "exchange": arguments.exchange,
         "seed": arguments.seed,
         "device": arguments.device,
         "resume": arguments.resume,

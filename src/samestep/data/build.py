@@ -74,8 +74,15 @@ def make_source(
         ConfigError, DataError: for settings or data that cannot be used.
         CheckpointError: when the loader differs from the recorded one in what changes training.
     """
+    _check_pieces(spec)
     if isinstance(spec.data, DataLoader):
         _adopt(spec, spec.data)
+    if spec.num_draws is not None and spec.weights is None:
+        raise ConfigError(
+            f"got num_draws={spec.num_draws!r} without weights",
+            "it counts weighted draws",
+            "pass weights, or leave it out",
+        )
     options = _engine_options(spec, device)
     if isinstance(spec.data, IterableDataset):
         source = _stream(spec, seed, world_size, recorded, options, agree)
@@ -89,6 +96,16 @@ def make_source(
         cut = GridCut(order, _grid(spec, order, world_size, recorded))
     _compare(cut.describe(), recorded)
     return MapSource(dataset, cut, seed, spec.collate_fn, options)
+
+
+def _check_pieces(spec: LoaderSpec) -> None:
+    """Refuse a size or number of micro-batches that is none, and both at once."""
+    for name in ("micro_batch_size", "micro_batches"):
+        value = getattr(spec, name)
+        if value is not None and (type(value) is not int or value < 1):
+            raise ConfigError(f"got {name}={value!r}", "it is a whole number (an int), 1 or more", "pass one, or None")
+    if spec.micro_batch_size is not None and spec.micro_batches is not None:
+        raise ConfigError("got micro_batch_size and micro_batches", "one follows from the other", "leave one out")
 
 
 def _engine_options(spec: LoaderSpec, device: torch.device) -> dict[str, Any]:
@@ -115,20 +132,22 @@ def _stream(
         "shuffle": spec.shuffle,
         "weights": spec.weights is not None,
         "sampler": spec.sampler is not None,
+        "batch_sampler": spec.batch_sampler is not None,
         "drop_last": spec.drop_last,
     }
     for name in (name for name, given in refused.items() if given):
         raise ConfigError(f"got {name} for an iterable dataset", "a stream has an order of its own", "leave it out")
-    if not isinstance(spec.batch_size, int) or spec.batch_size < 1:
+    if type(spec.batch_size) is not int or spec.batch_size < 1:
         raise ConfigError(f"got batch_size={spec.batch_size!r}", "it is 1 or more samples of one step", "pass 32")
     size, shards = spec.micro_batch_size, spec.micro_batches
     if size is None and shards is None:
         shards = int(recorded["shards"]) if recorded is not None and "shards" in recorded else world_size
     if size is None:
         size = spec.batch_size // (shards or 1)
-    if size < 1 or spec.batch_size % size:
+    if size < 1 or spec.batch_size % size or spec.batch_size // size != (spec.micro_batches or spec.batch_size // size):
+        pieces = f"{spec.micro_batches} micro-batches" if spec.micro_batches else f"micro-batches of {size}"
         raise ConfigError(
-            f"got batch_size={spec.batch_size} in micro-batches of {size}",
+            f"got batch_size={spec.batch_size} in {pieces}",
             "each shard of a stream gives one whole micro-batch a window",
             "pass a batch_size that micro_batch_size divides",
         )
@@ -146,6 +165,8 @@ def _check_options(options: dict[str, Any]) -> None:
                 "run.loader passes on " + ", ".join(_ENGINE_OPTIONS),
                 "see help(samestep.Run.loader)",
             )
+        if name != "num_workers" and not workers and options[name] not in (None, False):
+            raise ConfigError(f"got {name} with num_workers=0", "it is for loader processes", "leave it out")
 
 
 def _adopt(spec: LoaderSpec, loader: DataLoader[Any]) -> None:
@@ -155,20 +176,23 @@ def _adopt(spec: LoaderSpec, loader: DataLoader[Any]) -> None:
         spec.collate_fn = loader.collate_fn
     if spec.pin_memory is None:
         spec.pin_memory = loader.pin_memory and torch.cuda.is_available()
+    workers = spec.options.get("num_workers", loader.num_workers)
     for name in _ENGINE_OPTIONS:
-        if (value := getattr(loader, name)) not in (None, 0):
+        if (value := getattr(loader, name)) not in (None, 0) and (workers or name == "num_workers"):
             spec.options.setdefault(name, value)
     if isinstance(loader.dataset, IterableDataset):
-        spec.batch_size = spec.batch_size or loader.batch_size
+        spec.batch_size = loader.batch_size if spec.batch_size is None else spec.batch_size
+        spec.drop_last = spec.drop_last or loader.drop_last
         return
     if type(loader.batch_sampler) is not BatchSampler:
         if loader.batch_sampler is None:
             raise ConfigError("got a DataLoader with batch_size=None", "micro-batches are made by Samestep", "set one")
         spec.batch_sampler = loader.batch_sampler
         return
-    spec.batch_size = spec.batch_size or loader.batch_size
-    spec.drop_last = spec.drop_last or loader.drop_last
-    sampler: Any = loader.sampler
+    batches = loader.batch_sampler  # torch's own: made by the DataLoader, or given to it
+    spec.batch_size = batches.batch_size if spec.batch_size is None else spec.batch_size
+    spec.drop_last = spec.drop_last or batches.drop_last
+    sampler: Any = batches.sampler
     if isinstance(sampler, WeightedRandomSampler):
         if not sampler.replacement:
             spec.sampler = sampler
@@ -176,7 +200,7 @@ def _adopt(spec: LoaderSpec, loader: DataLoader[Any]) -> None:
             spec.weights, spec.num_draws = sampler.weights.tolist(), sampler.num_samples
     elif isinstance(sampler, DistributedSampler):
         # It deals samples to ranks itself; what it means for the whole epoch is its shuffle flag.
-        spec.shuffle = sampler.shuffle
+        spec.shuffle = spec.shuffle or sampler.shuffle
     elif type(sampler) is RandomSampler and not sampler.replacement and sampler.num_samples == len(loader.dataset):  # type: ignore[arg-type]
         spec.shuffle = True
     elif type(sampler) is not SequentialSampler:
@@ -222,22 +246,36 @@ def _grid(spec: LoaderSpec, order: Order, world_size: int, recorded: dict[str, A
         raise ConfigError("got no batch_size", "it is the global number of samples of one optimizer step", "pass one")
     size = spec.micro_batch_size
     if size is None and spec.micro_batches is not None:
-        size = -(-spec.batch_size // spec.micro_batches) if spec.batch_size > 0 else None
+        size = (
+            -(-spec.batch_size // spec.micro_batches) if type(spec.batch_size) is int and spec.batch_size > 0 else None
+        )
     if size is None and recorded is not None and "grid" in recorded:
         size = Grid.from_json(recorded["grid"]).micro_batch_size
+    if size is not None and spec.micro_batches is not None and -(-spec.batch_size // size) != spec.micro_batches:
+        raise ConfigError(
+            f"got batch_size={spec.batch_size} and micro_batches={spec.micro_batches}",
+            "micro-batches have one size, only the last may be smaller",
+            f"pass micro_batches={-(-spec.batch_size // size)}, or micro_batch_size",
+        )
     return Grid.make(
         num_samples=order.num_samples,
         batch_size=spec.batch_size,
         micro_batch_size=size,
         drop_last=spec.drop_last,
-        world_size=1 if size is not None else world_size,  # a given grid is checked when training begins
+        # whether each rank has work is checked when training begins; an evaluation needs none
+        world_size=1
+        if size is not None or type(spec.batch_size) is not int
+        else min(world_size, max(1, spec.batch_size)),
     )
 
 
 def _micro_batches(spec: LoaderSpec, world_size: int, recorded: dict[str, Any] | None) -> int:
-    if spec.batch_size is not None or spec.shuffle or spec.drop_last:
+    others = ("batch_size", "micro_batch_size", "weights", "sampler", "order")
+    given = [name for name in others if getattr(spec, name) is not None]
+    given += [name for name in ("shuffle", "drop_last") if getattr(spec, name)]
+    if given:
         raise ConfigError(
-            "got a batch sampler and batch_size, shuffle or drop_last",
+            f"got a batch sampler and {' and '.join(given)}",
             "a batch sampler makes the micro-batches itself",
             "say how many of them make a window with micro_batches=",
         )

@@ -58,6 +58,9 @@ class Source(abc.ABC):
     def describe(self) -> dict[str, Any]:
         """What a checkpoint keeps of it, and a restart compares."""
 
+    def close(self) -> None:  # noqa: B027 - most have nothing to end
+        """End what works for it."""
+
 
 class Cut(abc.ABC):
     """How an epoch of a map-style dataset is cut into windows and micro-batches."""
@@ -153,7 +156,7 @@ class BatchList(Cut):
             for number, batch in enumerate(batches):
                 if batch.ndim != 1 or not len(batch) or batch.min() < 0 or batch.max() >= self._length:
                     raise DataError(
-                        f"batch {number} of the batch sampler is {batch.tolist()[:8]}",
+                        f"batch {number} of the batch sampler is {batch.reshape(-1)[:8].tolist()}",
                         f"a batch is a non-empty list of indices in [0, {self._length})",
                         "check the sampler",
                     )
@@ -199,15 +202,21 @@ class MapSource(Source):
         self._fetcher = Fetcher(dataset, seed, whole=collate_fn is None)
         self._collate = Collate(collate_fn)
         self._feed = _Feed()
+        self._options = options
         self._engine: DataLoader[Any] | None = None
+        self._reading = False
+        """A pass is under way, and the engine's workers are busy with it."""
         if options.get("num_workers", 0) or options.get("pin_memory"):
-            self._engine = DataLoader(
-                self._fetcher,  # type: ignore[arg-type]
-                batch_sampler=self._feed,  # type: ignore[arg-type]
-                collate_fn=self._collate,
-                generator=torch.Generator(),  # the engine's own draws must not touch the run's generators
-                **options,
-            )
+            self._engine = self._make_engine(self._feed, options)
+
+    def _make_engine(self, feed: _Feed, options: dict[str, Any]) -> DataLoader[Any]:
+        return DataLoader(
+            self._fetcher,  # type: ignore[arg-type]
+            batch_sampler=feed,  # type: ignore[arg-type]
+            collate_fn=self._collate,
+            generator=torch.Generator(),  # the engine's own draws must not touch the run's generators
+            **options,
+        )
 
     @property
     def num_windows(self) -> int:  # type: ignore[override]
@@ -220,15 +229,31 @@ class MapSource(Source):
         requests = itertools.chain.from_iterable(requests for _, requests in ahead)
         if self._engine is None:
             batches = (self._collate(self._fetcher.__getitems__(request)) for request in requests)
-        else:
-            self._feed.requests = requests
-            batches = iter(self._engine)  # type: ignore[arg-type]
-        for plan, _ in plans:
-            yield plan, batches
+            yield from ((plan, batches) for plan, _ in plans)
+            return
+        engine, feed, first_pass = self._engine, self._feed, not self._reading
+        if not first_pass:  # an evaluation in the middle of an epoch gets workers of its own
+            feed = _Feed()
+            engine = self._make_engine(feed, {**self._options, "persistent_workers": False})
+        feed.requests = requests
+        self._reading = True
+        try:
+            fetched: Iterator[Any] = iter(engine)
+            for plan, _ in plans:
+                yield plan, fetched
+        finally:
+            self._reading = not first_pass
 
     def describe(self) -> dict[str, Any]:
         """See Source."""
         return self.cut.describe()
+
+    def close(self) -> None:
+        """End the workers. Left to the collector of reference cycles, torch waits 5 s for each."""
+        iterator = getattr(self._engine, "_iterator", None)
+        self._engine = None
+        if iterator is not None:
+            iterator._shutdown_workers()
 
 
 class _Feed:

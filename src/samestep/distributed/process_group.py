@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -49,6 +50,7 @@ def choose_device(requested: str | torch.device | None, local_rank: int) -> torc
     return device
 
 
+_RUNS = itertools.count()
 _RETIRED: list[_Group] = []
 """Groups of runs that have ended; a few hundred bytes each."""
 
@@ -124,6 +126,8 @@ class World:
         cuda = self.device.type == "cuda"
         store, rank, size = next(_rendezvous(self.ranks, self.timeout))
         store.set_timeout(self.timeout)
+        # The launcher's store outlives a run: the next one in this process must not read this one's addresses in it.
+        store = dist.PrefixStore(f"samestep/{next(_RUNS)}", store)  # type: ignore[attr-defined]
         self._store = store
         dist.init_process_group(
             "nccl" if cuda else "gloo",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import difflib
 import importlib
 import importlib.util
 import sys
@@ -68,7 +69,9 @@ def load_task(name: str) -> Task:
     file, colon, attribute = place.rpartition(":")
     if not colon:
         known = ", ".join(sorted(BUILT_IN))
-        raise ConfigError(f"got task {name!r}", f"a task is one of {known}, or file.py:ClassName", "pass one of them")
+        near = difflib.get_close_matches(name, BUILT_IN, n=1)
+        hint = f"did you mean {near[0]}?" if near else "pass one of them"
+        raise ConfigError(f"got task {name!r}", f"a task is one of {known}, or file.py:ClassName", hint)
     module = _import_file(Path(file)) if name not in BUILT_IN else importlib.import_module(file)
     made = getattr(module, attribute, None)
     if made is None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from samestep.data.order import Sequential
@@ -25,6 +27,7 @@ def evaluate(engine: Engine, loader: Loader) -> Iterator[Any]:
     models = [model.module for model in engine.models]
     modes = [[module.training for module in model.modules()] for model in models]
     before, grad = torch.default_generator.get_state(), torch.is_grad_enabled()
+    others = random.getstate(), np.random.get_state()
     cuda = torch.cuda.get_rng_state(engine.device) if engine.device.type == "cuda" else None
     for prepared in engine.models:
         prepared.eval()
@@ -34,6 +37,8 @@ def evaluate(engine: Engine, loader: Loader) -> Iterator[Any]:
     finally:
         torch.set_grad_enabled(grad)
         torch.default_generator.set_state(before)
+        random.setstate(others[0])
+        np.random.set_state(others[1])
         if cuda is not None:
             torch.cuda.set_rng_state(cuda, engine.device)
         for prepared, model, flags in zip(engine.models, models, modes, strict=True):

@@ -93,9 +93,13 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
             yield from _tensors(item)
 
 
-def _digest(batch: Any) -> str:
+def _digest(batch: Any) -> str | None:
+    """Of the tensors in a batch; None without any: then nobody can tell whether two are the same."""
+    tensors = list(_tensors(batch))
+    if not tensors:
+        return None
     digest = hashlib.sha256()
-    for tensor in _tensors(batch):
+    for tensor in tensors:
         flat = tensor.detach().cpu().contiguous().reshape(-1)
         digest.update(repr((tuple(tensor.shape), tensor.dtype)).encode())
         digest.update(flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b"")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -69,7 +68,7 @@ class _Session:
         )
 
 
-_sessions: weakref.WeakKeyDictionary[Optimizer, _Session] = weakref.WeakKeyDictionary()
+_ATTRIBUTE = "_samestep_session"  # on the optimizer, so that the two are collected together
 
 
 def train_one_epoch(
@@ -141,14 +140,14 @@ def _session(model: nn.Module, optimizer: Optimizer, device: Any, precision: str
             "train_one_epoch uses the group that the caller made",
             "call torch.distributed.init_process_group first, or use samestep.Run, which does",
         )
-    session = _sessions.get(optimizer)
+    session: _Session | None = getattr(optimizer, _ATTRIBUTE, None)
     if session is None or not session.fits(model, device, precision):
         epoch, scaler = (session.epoch, session.engine.scaler) if session is not None else (0, None)
         session = _Session(model, optimizer, device, precision)
         session.epoch = epoch
         if scaler is not None and session.engine.scaler is not None:
             session.engine.scaler.load_state_dict(scaler.state_dict())
-        _sessions[optimizer] = session
+        setattr(optimizer, _ATTRIBUTE, session)
     return session
 
 

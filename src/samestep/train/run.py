@@ -71,7 +71,7 @@ class Run:
         refuse_unknown(settings)
         self.config = RunConfig(directory=None if directory is None else Path(directory), **settings)
         self.epoch = 0
-        self._entered = False
+        self._entered = self._used = False
         self._loaders: dict[str, Loader] = {}
         self._registered: dict[str, Any] = {}
         self._rules: dict[str, BufferRule] = {}
@@ -82,9 +82,9 @@ class Run:
 
     def __enter__(self) -> Run:
         config = self.config
-        if self._entered:
+        if self._used:
             raise ConfigError("a Run was entered twice", "a Run is one run", "make a new Run")
-        self._entered = True
+        self._entered = self._used = True
         with contextlib.ExitStack() as stack:
             self.world = World(config.device, config.timeout_s)
             stack.callback(self.world.close)
@@ -104,8 +104,13 @@ class Run:
                 )
             seed_everything(key(config.seed, Purpose.MODEL), self.device)
             self.epoch = int(self.saving.meta.get("position", {}).get("epoch", 0))
+            stack.callback(self._close_loaders)
             self._stack = stack.pop_all()
         return self
+
+    def _close_loaders(self) -> None:
+        for loader in self._loaders.values():
+            loader.source.close()
 
     def _make_engine(self) -> Engine:
         config, scaler = self.config, None
@@ -287,7 +292,7 @@ class Run:
             data=data,
             batch_size=batch_size,
             micro_batch_size=micro_batch_size,
-            micro_batches=micro_batches if micro_batch_size is not None else micro_batches or self.config.micro_batches,
+            micro_batches=self.config.micro_batches if micro_batches is micro_batch_size is None else micro_batches,
             shuffle=shuffle,
             weights=weights,
             num_draws=num_draws,
@@ -372,6 +377,11 @@ class Run:
             RankError: on another rank, when main never saves at this step.
         """
         self._check_entered("save")
+        window = self._engine.window
+        if window is not None and (window.current is not None or window._stepped):
+            raise WindowError(
+                "run.save in the middle of a window", "a checkpoint is of a window's end", "call it after window.step()"
+            )
         if self.config.directory is None:
             return None
         self._settle()
@@ -438,6 +448,7 @@ class Run:
 
     def mean(self, value: float | torch.Tensor | Mean, weight: float | torch.Tensor = 1.0) -> float:
         """The weighted mean over all ranks: sum(value * weight) / sum(weight). A collective; NaN without any weight."""
+        self._check_entered("mean")
         if not isinstance(value, Mean):
             mean = Mean()
             mean.add(value, weight)
@@ -453,6 +464,7 @@ class Run:
         Raises:
             RankError: for a plain number that differs between ranks.
         """
+        self._check_entered("log")
         numbers = reduce_over_ranks(self.world, values)
         self._engine.settle()
         self.files.event("log", epoch=self.epoch, step=self._engine.step, **numbers)
