@@ -105,7 +105,7 @@ def script(
     out: dict[str, Any] = {"samples": [], "valid": []}
     with quiet_run(directory, **settings) as run:
         out["resumed"], out["from"] = run.resumed, run.step
-        net = nn.Sequential(nn.Linear(3, 8), nn.BatchNorm1d(8), nn.Dropout(0.25), nn.Linear(8, 1))
+        net = nn.Sequential(nn.Linear(3, 8, bias=False), nn.BatchNorm1d(8), nn.Dropout(0.25), nn.Linear(8, 1))
         optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
         schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.9)
         model, _, _ = run.prepare(net, optimizer, schedule)
