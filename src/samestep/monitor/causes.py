@@ -137,7 +137,7 @@ def _skipped(found: Comparison) -> str:
     skipped = next(d for d in found.differences if d.field == "skipped")
     text = f"run {'A' if skipped.a else 'B'} skipped this window for a gradient that was not finite, the other did not"
     if found.previous is not None and all(line.get("scale") is not None for line in found.previous):
-        scales = " / ".join(f"{line['scale']:g}" for line in found.previous)
+        scales = " / ".join(f"{float(line['scale']):g}" for line in found.previous)
         return f"{text}: an overflow at the loss scale ({scales} before it), or a NaN in one run only"
     return f"{text}: an overflow in that run's precision or model" + _because(found, "precision")
 
