@@ -33,8 +33,7 @@ ALLOWED = {
     "verify": {"config", "data", "distributed", "monitor", "rng", "samestep", "tasks", "testing", "train"},
 }
 LIMIT_MODULE, LIMIT_FUNCTION = 420, 62
-# docstrings of the public face: help(samestep.Run) is the reference
-LONGER = {"train/run.py": 520}
+LONGER: dict[str, int] = {}
 
 
 def place(path: Path) -> str:
@@ -67,7 +66,7 @@ def test_imports_point_downwards(path: Path) -> None:
 def test_only_the_distributed_folder_and_the_plain_loop_call_torch_distributed() -> None:
     callers = {str(path.relative_to(SOURCE)) for path in FILES if "torch.distributed" in imports_of_torch(path)}
     outside = {name for name in callers if not name.startswith("distributed/")}
-    assert outside <= {"train/plain.py", "cli/doctor.py", "testing.py", *verify_files()}
+    assert outside <= {"train/plain.py", "cli/doctor.py", "testing/ranks.py", *verify_files()}
 
 
 def verify_files() -> set[str]:
@@ -98,7 +97,7 @@ def test_modules_and_functions_keep_their_size(path: Path) -> None:
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(SOURCE)))
 def test_nothing_unpickles_evaluates_or_runs_a_shell(path: Path) -> None:
     text = path.read_text()
-    if path.name == "testing.py":
+    if path.name == "ranks.py":
         text = text.replace("pickle.loads(", "")  # results of the test's own child processes, over a pipe
     for pattern in (
         r"\bpickle\.loads?\(",

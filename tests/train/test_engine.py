@@ -32,7 +32,7 @@ class HostReads(TorchDispatchMode):
         frame = sys._getframe(2)
         while frame is not None:
             module = frame.f_globals.get("__name__", "")
-            if module.startswith("samestep.") and module != "samestep.testing":
+            if module.startswith("samestep.") and not module.startswith("samestep.testing"):
                 self.found.append(f"{module}:{frame.f_code.co_name}")
                 return
             if module.startswith(("torch.optim", "tests.")):

@@ -166,7 +166,7 @@ class _Recording:
 
         for name, param in net.named_parameters():
             if param.requires_grad:
-                param.register_hook(add(name))
+                param.register_hook(add(name))  # type: ignore[no-untyped-call]
 
     def _window(self, task: Task, run: Run, net: nn.Module, model: nn.Module, window: Window) -> None:
         number, setting = len(self.steps), self.setting

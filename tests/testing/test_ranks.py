@@ -196,7 +196,7 @@ def leave_a_thread() -> None:
 
 
 def test_a_rank_whose_process_does_not_end_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("samestep.testing._EXIT_S", 1.0)
+    monkeypatch.setattr("samestep.testing.ranks._EXIT_S", 1.0)
     with pytest.raises(RanksFailed, match="rank 0 returned, but its process had not ended") as caught:
         run_ranks(leave_a_thread, 1)
     assert "in wait_for_nothing" in str(caught.value)
