@@ -191,7 +191,6 @@ def left_in_the_middle(directory: str, stop: bool) -> list[float]:
         return net.running_mean.tolist() + net.running_var.tolist()
 
 
-@pytest.mark.xfail(reason="Window.again does not go back to the opening buffers when the loop breaks", strict=True)
 def test_a_save_after_leaving_a_window_in_the_middle_holds_the_windows_opening_buffers(tmp_path: Any) -> None:
     whole = left_in_the_middle(str(tmp_path / "whole"), False)
     left_in_the_middle(str(tmp_path / "parts"), True)

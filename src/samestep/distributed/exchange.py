@@ -89,8 +89,10 @@ class Replica:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """A forward that takes part in the exchange."""
         self.forwards += 1
-        if self._ddp is None:
-            return self.module(*args, **kwargs)
+        return self.module(*args, **kwargs) if self._ddp is None else self._through_ddp(*args, **kwargs)
+
+    def _through_ddp(self, *args: Any, **kwargs: Any) -> Any:
+        assert self._ddp is not None
         try:
             return self._ddp(*args, **kwargs)
         except RuntimeError as e:
@@ -138,7 +140,7 @@ class Replica:
         self._ddp.require_backward_grad_sync = True
         if self.exact is not None:
             self.exact.stand_in()
-        self._ddp(zero_pass=True).backward()
+        self._through_ddp(zero_pass=True).backward()
         return True
 
     def drop_gradients(self) -> None:

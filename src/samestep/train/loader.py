@@ -116,7 +116,14 @@ class Loader:
                 "batch_size or micro_batch_size",
                 stacklevel=3,
             )
-        if self.source.smallest_window < size and any(model.replica.static_graph for model in engine.models):
+        static = any(model.replica.static_graph for model in engine.models)
+        if static and 1 < size < self.source.micro_batches:
+            raise ConfigError(
+                f"got static_graph=True, {self.source.micro_batches} micro-batches a window and {size} ranks",
+                "DDP's static_graph exchanges in each backward, so a rank has one micro-batch a window",
+                f"pass micro_batches={size}, or prepare without static_graph",
+            )
+        if static and self.source.smallest_window < size:
             raise ConfigError(
                 f"got static_graph=True and a window of {self.source.smallest_window} micro-batch(es) for {size} ranks",
                 "static_graph needs the same work on every rank in every window",

@@ -52,8 +52,9 @@ class Window:
         self.backwards = 0
         self._plan, self._batches = plan, batches
         self._kept: list[Any] = []
-        self._fetched = 0
-        self._stepped = 0
+        self._fetched = self._reached = 0
+        self._stepped: list[int] = []
+        self._vector: torch.Tensor | None = None
         self._outcomes: list[Outcome] = []
         self._data_seconds = 0.0
 
@@ -80,8 +81,8 @@ class Window:
         self._losses: list[torch.Tensor | None] = [None] * len(self.share)
         self._done = [False] * len(self.share)
         self._forwards_at_open = [replica.forwards for replica in self._replicas]
-        self._vector: torch.Tensor | None = None
-        self.backwards, self.current, self.phase_open = 0, None, True
+        self._vector = None
+        self.backwards, self._reached, self.current, self.phase_open = 0, 0, None, True
         engine.window = self
 
     # 2. micro-batches -------------------------------------------------------------------------------------------------
@@ -97,7 +98,8 @@ class Window:
         numbers = [i for i, opt in enumerate(self.engine.optimizers) if any(opt is other for other in optimizers)]
         if not optimizers or len(numbers) != len(optimizers):
             raise WindowError("got a phase for an optimizer that was not prepared", "run.prepare comes first")
-        return self._micro_batches([self.engine.optimizers[i] for i in numbers], 1 + numbers[0])
+        again = self._stepped.count(numbers[0]) * len(self.engine.optimizers)
+        return self._micro_batches([self.engine.optimizers[i] for i in numbers], 1 + numbers[0] + again)
 
     def _micro_batches(self, optimizers: list[Optimizer], phase: int) -> Iterator[Any]:
         self._open(optimizers)
@@ -110,9 +112,11 @@ class Window:
             for replica in self._replicas:
                 replica.sync(number == self.share[-1])
             self._seed(number, phase)
-            self.current, self.forwards_before = k, self.forwards()
-            yield batch
-            self._leave()
+            self.current, self.forwards_before, self._reached = k, self.forwards(), k + 1
+            try:
+                yield batch
+            finally:  # also when the loop is left early
+                self._leave()
 
     def _seed(self, number: int, phase: int) -> None:
         """Dropout's random numbers are those of the micro-batch, on whatever rank it is."""
@@ -237,13 +241,15 @@ class Window:
         self._backward(check_loss(self, loss, "mean"), loss, shown, 1.0, "mean")
 
     def _reference(self, weight: float | torch.Tensor, reduction: str) -> float:
-        """A typical weight (main's first): dividing by it keeps gradients near their usual size.
+        """A typical window's weight (main's first weight x M): dividing by it keeps gradients near their usual size.
 
         A raw count of 4,096 tokens as a factor would cost fp16 twelve windows until the loss scale has come down.
         """
         engine = self.engine
         if engine.reference is None:
-            agreed = broadcast_json(engine.world, "reference weight", [float(weight) or 1.0, reduction])
+            agreed = broadcast_json(
+                engine.world, "reference weight", [(float(weight) or 1.0) * self.num_micro_batches, reduction]
+            )
             engine.reference, engine.reduction = float(agreed[0]), agreed[1]
         return engine.reference
 
@@ -307,14 +313,17 @@ class Window:
             replica.live = False
         self.phase_open = False
         self._outcomes.append(outcome)
-        self._stepped += len(self._optimizers)
-        if self._stepped >= len(engine.optimizers):
+        self._stepped += [i for i, opt in enumerate(engine.optimizers) if any(opt is mine for mine in self._optimizers)]
+        if len(set(self._stepped)) == len(engine.optimizers):
             self.close()
 
     def _exchanged(self) -> torch.Tensor:
         """Make sure that this rank took part in each exchange of the window; the summed statistics vector."""
         engine = self.engine
         self._leave()
+        for number in self.share[self._reached :]:  # the loop was left early: an empty place in the sum
+            for replica in self._replicas:
+                replica.leave(number, last=number == self.share[-1])
         self._reference(1.0, "mean")
         if self._vector is None:
             self._send_statistics()
