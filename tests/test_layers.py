@@ -33,7 +33,7 @@ ALLOWED = {
     "verify": {"config", "data", "distributed", "monitor", "rng", "samestep", "tasks", "testing", "train"},
 }
 LIMIT_MODULE, LIMIT_FUNCTION = 420, 62
-LONGER: dict[str, int] = {}
+LONGER = {"train/window.py": 460}  # one optimizer step, from top to bottom in one file
 
 
 def place(path: Path) -> str:

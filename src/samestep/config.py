@@ -44,6 +44,9 @@ class RunConfig:
     under fp16, whose scale is found by overflowing, raise otherwise."""
     max_skips: int = 25
     """Consecutive skipped windows after which the run gives up."""
+    find_nonfinite: bool = False
+    """Before ending for a non-finite window, repeat it with the same weights and seeds while watching each module, and
+    name the first whose output or gradient is not finite. Keeps each window's batches and waits for the device."""
     save_every: int | None = None
     """Checkpoint after this many windows; None: at the end of each epoch only."""
     digest_every: int | None = 100

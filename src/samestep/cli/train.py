@@ -48,6 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     how.add_argument("--workers", type=int, default=0, help="loader processes a rank (default: 0)")
     how.add_argument("--drop-last", action="store_true", help="leave the short last window out")
     how.add_argument("--nonfinite", choices=("auto", "raise", "skip"), default="auto")
+    how.add_argument("--find-nan", action="store_true", help="name the module that makes a window non-finite")
     how.add_argument(
         "--save-every", type=int, metavar="WINDOWS", help="checkpoint this often, besides each epoch's end"
     )
@@ -77,6 +78,7 @@ def run(arguments: argparse.Namespace) -> int:
         "device": arguments.device,
         "resume": arguments.resume,
         "nonfinite": arguments.nonfinite,
+        "find_nonfinite": arguments.find_nan,
         "save_every": arguments.save_every,
         "keep_last": arguments.keep_last,
         "log_every": arguments.log_every,

@@ -58,6 +58,10 @@ class Source(abc.ABC):
     def describe(self) -> dict[str, Any]:
         """What a checkpoint keeps of it, and a restart compares."""
 
+    def locate(self, epoch: int, window: int, micro_batch: int) -> tuple[int, list[int]] | None:
+        """First position in the epoch and sample indices of a micro-batch, whoever's share it is; None: unknown."""
+        return None
+
     def close(self) -> None:  # noqa: B027 - most have nothing to end
         """End what works for it."""
 
@@ -247,6 +251,12 @@ class MapSource(Source):
     def describe(self) -> dict[str, Any]:
         """See Source."""
         return self.cut.describe()
+
+    def locate(self, epoch: int, window: int, micro_batch: int) -> tuple[int, list[int]] | None:
+        """See Source."""
+        _, requests = next(self.cut.shares(epoch, window, 0, 1))
+        request = requests[micro_batch]
+        return request.start, request.indices.tolist()
 
     def close(self) -> None:
         """End the workers. Left to the collector of reference cycles, torch waits 5 s for each."""

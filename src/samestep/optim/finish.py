@@ -27,6 +27,10 @@ class Outcome:
     """fp32: 1 when the weights were left as they were, else 0."""
     overflow: torch.Tensor
     """fp32: 1 when the gradients as they stood were not finite, else 0; what the loss scale is updated by."""
+    params: list[torch.Tensor]
+    """The parameters that have a gradient, each once."""
+    norms: list[torch.Tensor]
+    """The 2-norm of each one's gradient as it stood: says later which one was not finite."""
 
 
 def check_clip(clip_norm: float | None, clip_value: float | None) -> None:
@@ -67,9 +71,9 @@ def finish(
             recurrent neural networks", ICML 2013.
         clip_value: largest absolute value of an element of the true gradient, or None.
     """
-    grads = _gradients(optimizers)
-    values = [grad._values() if grad.is_sparse else grad for grad in grads]
-    scaled_norm = total_norm(values, divisor.device)
+    params = _with_gradients(optimizers)
+    values = [grad._values() if grad.is_sparse else grad for param in params if (grad := param.grad) is not None]
+    scaled_norm, norms = total_norm(values, divisor.device)
     denominator = divisor if scaler is None else divisor * scaler.scale
     grad_norm = scaled_norm / denominator
     # A zero total weight gives 0/0 here: there is nothing to learn from such a window, so it is skipped too.
@@ -83,7 +87,7 @@ def finish(
         torch._foreach_clamp_min_(values, -clip_value)
         grad_scale = torch.ones_like(grad_scale)
     _step(optimizers, values, grad_scale, skipped)
-    return Outcome(grad_norm, skipped, skipped if scaler is None else _nonfinite(scaled_norm))
+    return Outcome(grad_norm, skipped, skipped if scaler is None else _nonfinite(scaled_norm), params, norms)
 
 
 def _nonfinite(number: torch.Tensor) -> torch.Tensor:
@@ -92,30 +96,33 @@ def _nonfinite(number: torch.Tensor) -> torch.Tensor:
     return zero.ne(zero).float()
 
 
-def total_norm(grads: list[torch.Tensor], device: torch.device) -> torch.Tensor:
-    """The 2-norm of all gradients as one vector: 0-d fp64, non-finite only if an element is.
+def total_norm(grads: list[torch.Tensor], device: torch.device) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """The 2-norm of all gradients as one vector, 0-d fp64, non-finite only if an element is; and that of each.
 
     Squares of finite fp32 numbers can overflow fp32 (from about 1e19). CUDA sums in fp64 at the speed of memory; the
     CPU sums in fp32, which is several times faster, and again in fp64 if the result is not finite.
     """
     if not grads:
-        return torch.zeros((), dtype=torch.float64, device=device)
+        return torch.zeros((), dtype=torch.float64, device=device), []
     if device.type == "cuda":
-        return _norm(torch._foreach_norm(grads, 2, dtype=torch.float64))
-    total = _norm(torch._foreach_norm(grads))
+        norms = list(torch._foreach_norm(grads, 2, dtype=torch.float64))
+        return _norm(norms), norms
+    norms = list(torch._foreach_norm(grads))
+    total = _norm(norms)
     if not math.isfinite(total):
-        total = _norm(torch._foreach_norm(grads, 2, dtype=torch.float64))
-    return total
+        norms = list(torch._foreach_norm(grads, 2, dtype=torch.float64))
+        total = _norm(norms)
+    return total, norms
 
 
-def _norm(norms: Sequence[torch.Tensor]) -> torch.Tensor:
-    norm: torch.Tensor = torch.linalg.vector_norm(torch.stack(list(norms)), dtype=torch.float64)
+def _norm(norms: list[torch.Tensor]) -> torch.Tensor:
+    norm: torch.Tensor = torch.linalg.vector_norm(torch.stack(norms), dtype=torch.float64)
     return norm
 
 
-def _gradients(optimizers: Iterable[Optimizer]) -> list[torch.Tensor]:
-    """Each distinct gradient once; sparse ones with duplicate rows summed, so that norms and limits see true values."""
-    grads: list[torch.Tensor] = []
+def _with_gradients(optimizers: Iterable[Optimizer]) -> list[torch.Tensor]:
+    """Each distinct parameter once; sparse gradients with duplicate rows summed, so that norms and limits are true."""
+    params: list[torch.Tensor] = []
     seen: set[int] = set()
     for optimizer in optimizers:
         for group in optimizer.param_groups:
@@ -125,8 +132,8 @@ def _gradients(optimizers: Iterable[Optimizer]) -> list[torch.Tensor]:
                 seen.add(id(param))
                 if param.grad.is_sparse:
                     param.grad = param.grad.coalesce()
-                grads.append(param.grad)
-    return grads
+                params.append(param)
+    return params
 
 
 def _step(
@@ -147,7 +154,8 @@ def _step(
         return
     if fused:
         # The fused kernels have divided their own gradients in place; only the rest is left to divide.
-        values = [g._values() if g.is_sparse else g for g in _gradients(others)]
+        grads = [param.grad for param in _with_gradients(others)]
+        values = [grad._values() if grad.is_sparse else grad for grad in grads if grad is not None]
     torch._foreach_div_(values, grad_scale)
     for optimizer in others:
         optimizer.step()

@@ -18,6 +18,7 @@ from samestep.optim.schedule import Schedules
 from samestep.precision.policy import Policy
 from samestep.precision.scaler import LossScaler
 from samestep.train.buffers import Buffers
+from samestep.train.nonfinite import Suspects, explain
 from samestep.train.prepared import Prepared
 
 __all__ = ["Engine", "Pending", "to_device", "to_host"]
@@ -32,7 +33,8 @@ class Pending:
     """fp64 on the host: the window's statistics vector, then norm and skip of each finish, then the scale if any."""
     arrived: torch.cuda.Event | None
     identity: int
-    num_finishes: int
+    suspects: Suspects
+    """Where to look if it is not finite."""
 
 
 class Engine:
@@ -64,6 +66,10 @@ class Engine:
         """A typical weight, the same for the whole run and all ranks: backward divides by it, finish multiplies."""
         self.reduction: str | None = None
         """What the losses of this run are, "mean" or "sum"."""
+        self.find_nonfinite = False
+        """Repeat a window that is not finite, watching every module."""
+        self.offender: NonFiniteError | None = None
+        """With find_nonfinite: why the last window is to be repeated."""
         self.step = 0
         self.updates = 0
         self.consecutive_skips = 0
@@ -101,7 +107,7 @@ class Engine:
         if pending.arrived is not None:
             pending.arrived.synchronize()
         record = pending.record
-        self._fill(pending)
+        bad = self._fill(pending)
         if record.skipped:
             self.skips += 1
             self.consecutive_skips += 1
@@ -114,17 +120,21 @@ class Engine:
         for listener in self.on_record:
             listener(record)
         if record.skipped and record.weight:
-            self._judge(record)
+            self._judge(record, pending.suspects, bad)
 
-    def _fill(self, pending: Pending) -> None:
-        """Put the arrived numbers into the record. The layout of the vector is `Window._send_statistics`'."""
+    def _fill(self, pending: Pending) -> dict[int, float]:
+        """Put the arrived numbers into the record. The layout of the vector is `Window._send_statistics`'.
+
+        Returns:
+            {micro-batch: its loss} where that is not finite.
+        """
         record, m, world_size = pending.record, pending.record.micro_batches, self.world.size
         numbers = pending.numbers.tolist()
         weights, losses, digests, sizes = (numbers[i * m : (i + 1) * m] for i in range(4))
         self._check_identities(numbers[4 * m : 4 * m + world_size], pending.identity)
         if self.scaler is not None:
             record.scale = numbers.pop()
-        decided = numbers[len(numbers) - 2 * pending.num_finishes :]
+        decided = numbers[len(numbers) - 2 * len(pending.suspects.outcomes) :]
         record.grad_norm = math.hypot(*decided[0::2])
         record.skipped = any(decided[1::2])
         record.weight = sum(weights)
@@ -134,6 +144,9 @@ class Engine:
             record.loss = weighted / record.weight if record.weight else math.nan
         record.samples = int(sum(sizes))
         record.digest = f"{int(sum(digests)) % (1 << 52):013x}" if any(digests) else ""
+        if not record.skipped:
+            return {}
+        return {i: loss for i, (loss, weight) in enumerate(zip(losses, weights, strict=True)) if weight and loss - loss}
 
     def _check_identities(self, identities: list[float], mine: int) -> None:
         if all(identity == mine for identity in identities):
@@ -148,22 +161,30 @@ class Engine:
             "decide from values that all ranks share (run.mean), not from a rank's own",
         )
 
-    def _judge(self, record: Record) -> None:
+    def _judge(self, record: Record, suspects: Suspects, losses: dict[int, float]) -> None:
+        """A skipped window: go on, or end the run and say what is to blame."""
         place = f"window {record.window} of epoch {record.epoch} (step {record.step})"
         if self.nonfinite == "raise":
-            raise NonFiniteError(
-                f"loss {record.loss} and gradient norm {record.grad_norm} in {place}",
+            failure = NonFiniteError(
+                f"loss {record.loss} and gradient norm {record.grad_norm} in {place}: "
+                + explain(self.models, suspects, losses),
                 "with nonfinite='raise' a run stops at the first; the weights are those before this window",
-                "look at this window's samples and the learning rate, or pass Run(nonfinite='skip')",
+                "look at these samples and the learning rate; Run(find_nonfinite=True) names the module, "
+                "Run(nonfinite='skip') goes on",
             )
-        if self.consecutive_skips >= self.max_skips:
+        elif self.consecutive_skips >= self.max_skips:
             scale = "" if record.scale is None else f", loss scale now {record.scale:g}"
-            raise NonFiniteError(
+            failure = NonFiniteError(
                 f"{self.consecutive_skips} windows in a row were skipped, the last is {place}: loss {record.loss}, "
-                f"gradient norm {record.grad_norm}{scale}",
+                f"gradient norm {record.grad_norm}{scale}: {explain(self.models, suspects, losses)}",
                 f"a run gives up after max_skips={self.max_skips}",
                 "look for NaN in the data or an overflow in the model (run.fp32() around the layer)",
             )
+        else:
+            return
+        if not self.find_nonfinite:
+            raise failure
+        self.offender = failure
 
 
 def to_device(numbers: list[float], device: torch.device) -> torch.Tensor:

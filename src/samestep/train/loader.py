@@ -75,9 +75,14 @@ class Loader:
         if self._window is not None:  # the last pass was left early: go on where it stopped
             self.set_position(*self.position)
         for plan, stream in self._on_device(self.epoch, self._next):
-            self._window = Window(engine, self.epoch, plan, stream)
+            self._window = Window(engine, self.epoch, plan, stream, self.source)
             yield self._window
             self._window.close()
+            if engine.find_nonfinite:
+                engine.settle()
+            if engine.offender is not None:
+                yield self._window.repeated()
+                raise engine.offender
             self._after_window()
         engine.settle()
         if self._window is not None:

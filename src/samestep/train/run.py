@@ -117,6 +117,7 @@ class Run(Reporting):
             nonfinite = "skip" if scaler is not None else "raise"
         engine = Engine(self.world, self.policy, config.seed, scaler, nonfinite, config.max_skips)
         engine.exact = config.exchange == "exact"
+        engine.find_nonfinite = config.find_nonfinite
         self.saving.restore_engine(engine)
         return engine
 

@@ -10,6 +10,7 @@ The order of this file is the order of the stages:
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Iterator
 from typing import Any, Literal
@@ -18,15 +19,16 @@ import torch
 from torch.optim import Optimizer
 
 from samestep.data.fetch import seed_everything
-from samestep.data.source import Plan
+from samestep.data.source import Plan, Source
 from samestep.distributed.collectives import broadcast_json, start_sum
-from samestep.errors import WindowError
+from samestep.errors import NonFiniteError, WindowError
 from samestep.monitor.record import Record
 from samestep.optim.finish import Outcome, check_clip, finish
 from samestep.rng import Purpose, key
 from samestep.train.checks import check_loss, check_step, checked_weight
 from samestep.train.engine import Engine, Pending, to_device, to_host
 from samestep.train.global_batch import global_batch
+from samestep.train.nonfinite import Finder, Suspects
 
 __all__ = ["Reduction", "Window"]
 
@@ -43,7 +45,10 @@ class Window:
         share: numbers of this rank's micro-batches; may be empty.
     """
 
-    def __init__(self, engine: Engine, epoch: int, plan: Plan, batches: Iterator[Any]) -> None:
+    def __init__(
+        self, engine: Engine, epoch: int, plan: Plan, batches: Iterator[Any], source: Source | None = None
+    ) -> None:
+        self._source = source
         self.engine, self.epoch, self.number = engine, epoch, plan.window
         self.num_micro_batches, self.share = plan.bounds[-1], plan.share
         self.bounds = plan.bounds
@@ -51,6 +56,7 @@ class Window:
         self.current: int | None = None
         self.backwards = 0
         self._plan, self._batches = plan, batches
+        self.finder: Finder | None = None
         self._kept: list[Any] = []
         self._fetched = self._reached = 0
         self._stepped: list[int] = []
@@ -113,6 +119,8 @@ class Window:
                 replica.sync(number == self.share[-1])
             self._seed(number, phase)
             self.current, self.forwards_before, self._reached = k, self.forwards(), k + 1
+            if self.finder is not None:
+                self.finder.micro_batch = number
             try:
                 yield batch
             finally:  # also when the loop is left early
@@ -131,7 +139,7 @@ class Window:
         batch = next(self._batches)
         self._data_seconds += time.perf_counter() - start
         self._fetched += 1
-        if keep or len(self.engine.optimizers) > 1:  # another phase may want it again
+        if keep or self.engine.find_nonfinite or len(self.engine.optimizers) > 1:  # it may be wanted again
             self._kept.append(batch)
         return batch
 
@@ -296,6 +304,8 @@ class Window:
         check_step(self)
         engine, m = self.engine, self.num_micro_batches
         vector = self._exchanged()
+        if self.finder is not None:
+            self._blame(self.finder)
         weights, losses = vector[:m], vector[m : 2 * m]
         total = weights.sum()
         if engine.reduction == "sum":
@@ -339,6 +349,19 @@ class Window:
             if not vector[4 * self.num_micro_batches + engine.world.size + i]:
                 self._replicas[i].drop_gradients()
         return vector
+
+    def repeated(self) -> Window:
+        """This window once more, watched: its step does not update but raises the offence, with what was found."""
+        window = Window(self.engine, self.epoch, self._plan, self._batches, self._source)
+        window._kept, window._fetched, window.finder = self._kept, self._fetched, Finder(self.engine.models)
+        return window
+
+    def _blame(self, finder: Finder) -> None:
+        found, offence = finder.verdict(self.engine.world), self.engine.offender
+        assert offence is not None
+        fix = "keep that module in fp32 (run.fp32() and .float() on its inputs), lower the learning rate, or mend the data"
+        said = "; ".join(found) if found else "repeated, every module's output and gradient was finite"
+        raise NonFiniteError(f"{offence.got}; {said}", offence.rule, fix)
 
     # 5. close ---------------------------------------------------------------------------------------------------------
 
@@ -389,7 +412,8 @@ class Window:
         )
         engine.last_end = now
         numbers, arrived = to_host(torch.cat([vector, torch.stack(decided)]))
-        return Pending(record, numbers, arrived, self._identity, len(self._outcomes))
+        locate = functools.partial(self._source.locate, self.epoch, self.number) if self._source else lambda _: None
+        return Pending(record, numbers, arrived, self._identity, Suspects(self.bounds, self._outcomes, locate))
 
     @property
     def _identity(self) -> int:
