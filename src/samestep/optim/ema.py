@@ -31,8 +31,8 @@ class Ema:
         self.averages = [param.detach().clone() for param in self._params]
 
     @torch.no_grad()
-    def update(self, skipped: torch.Tensor) -> None:
-        """Advance by one window; `skipped` is 0-d fp32, 1 where the weights were left as they were."""
+    def update(self, skipped: float | torch.Tensor) -> None:
+        """Advance by one window; `skipped` (0-d on a GPU) is 1 where the weights were left as they were."""
         weight = (1.0 - self.decay) * (1.0 - skipped)
         step = torch._foreach_sub([param.detach() for param in self._params], self.averages)
         torch._foreach_mul_(step, weight)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from torch.optim import Optimizer
@@ -12,7 +13,10 @@ from torch.optim import Optimizer
 from samestep.errors import ConfigError, ModelError
 from samestep.precision.scaler import LossScaler
 
-__all__ = ["Outcome", "check_clip", "finish", "total_norm"]
+__all__ = ["Number", "Outcome", "check_clip", "divide", "finish", "total_norm"]
+
+Number = float | torch.Tensor
+"""One number: a Python float on a CPU, a 0-d tensor on a GPU, where reading it would wait."""
 
 _CLIP_EPSILON = 1e-6  # as in torch.nn.utils.clip_grad_norm_
 
@@ -21,15 +25,15 @@ _CLIP_EPSILON = 1e-6  # as in torch.nn.utils.clip_grad_norm_
 class Outcome:
     """What a finish decided. Tensors are 0-d and on the device: nothing here has waited for it."""
 
-    grad_norm: torch.Tensor
+    grad_norm: Number
     """fp64: the 2-norm of the true gradient, before clipping; non-finite where the gradient is."""
-    skipped: torch.Tensor
+    skipped: Number
     """fp32: 1 when the weights were left as they were, else 0."""
-    overflow: torch.Tensor
+    overflow: Number
     """fp32: 1 when the gradients as they stood were not finite, else 0; what the loss scale is updated by."""
     params: list[torch.Tensor]
     """The parameters that have a gradient, each once."""
-    norms: list[torch.Tensor]
+    norms: list[float] | list[torch.Tensor]
     """The 2-norm of each one's gradient as it stood: says later which one was not finite."""
 
 
@@ -49,8 +53,8 @@ def check_clip(clip_norm: float | None, clip_value: float | None) -> None:
 def finish(
     optimizers: Sequence[Optimizer],
     *,
-    divisor: torch.Tensor,
-    loss: torch.Tensor,
+    divisor: Number,
+    loss: Number,
     scaler: LossScaler | None,
     clip_norm: float | None = None,
     clip_value: float | None = None,
@@ -64,8 +68,9 @@ def finish(
 
     Args:
         optimizers: what to step.
-        divisor: 0-d fp64; the gradient is what stands in `.grad` divided by it (and by the loss scale).
-        loss: 0-d fp64; a non-finite one skips the update like a non-finite gradient.
+        divisor: the gradient is what stands in `.grad` divided by it (and by the loss scale). A float on the CPU, where
+            all is decided on the host; or 0-d fp64 on the device, and then nothing waits for it.
+        loss: alike; a non-finite one skips the update like a non-finite gradient.
         scaler: the loss scale in use. It is not updated here: a window has one update of it, however many finishes.
         clip_norm: largest 2-norm of the true gradient, or None. Source: Pascanu et al., "On the difficulty of training
             recurrent neural networks", ICML 2013.
@@ -73,51 +78,72 @@ def finish(
     """
     params = _with_gradients(optimizers)
     values = [grad._values() if grad.is_sparse else grad for param in params if (grad := param.grad) is not None]
-    scaled_norm, norms = total_norm(values, divisor.device)
-    denominator = divisor if scaler is None else divisor * scaler.scale
-    grad_norm = scaled_norm / denominator
+    scaled_norm, norms = total_norm(values, divisor)
+    denominator = divisor
+    if scaler is not None:
+        denominator = divisor * (scaler.scale if isinstance(divisor, torch.Tensor) else float(scaler.scale))
     # A zero total weight gives 0/0 here: there is nothing to learn from such a window, so it is skipped too.
+    grad_norm = divide(scaled_norm, denominator)
     skipped = _nonfinite(grad_norm + loss)
     if clip_norm is not None:
-        denominator = denominator * ((grad_norm + _CLIP_EPSILON) / clip_norm).clamp_(min=1.0)
-    grad_scale = denominator.float()
-    if clip_value is not None:
-        torch._foreach_div_(values, grad_scale)
+        denominator = denominator * _at_least_one((grad_norm + _CLIP_EPSILON) / clip_norm)
+    if clip_value is not None and not (isinstance(skipped, float) and skipped):
+        torch._foreach_div_(values, denominator.float() if isinstance(denominator, torch.Tensor) else denominator)
         torch._foreach_clamp_max_(values, clip_value)
         torch._foreach_clamp_min_(values, -clip_value)
-        grad_scale = torch.ones_like(grad_scale)
-    _step(optimizers, values, grad_scale, skipped)
+        denominator = denominator / denominator
+    if isinstance(skipped, torch.Tensor):
+        assert isinstance(denominator, torch.Tensor)
+        _step(optimizers, values, denominator.float(), skipped)
+    elif not skipped:
+        _step_on_host(optimizers, values, float(denominator))
     return Outcome(grad_norm, skipped, skipped if scaler is None else _nonfinite(scaled_norm), params, norms)
 
 
-def _nonfinite(number: torch.Tensor) -> torch.Tensor:
-    """fp32: 1 for NaN and infinity, else 0. x * 0 is NaN for both; torch.isfinite costs three times as much."""
+def divide(a: Number, b: Number) -> Number:
+    """a / b, and NaN for b = 0 on the host, where Python would raise."""
+    return a / b if isinstance(b, torch.Tensor) or b else math.nan
+
+
+def _nonfinite(number: Number) -> Number:
+    """1 for NaN and infinity, else 0. On a device x * 0 is NaN for both; torch.isfinite costs three times as much."""
+    if not isinstance(number, torch.Tensor):
+        return 0.0 if math.isfinite(number) else 1.0
     zero = number * 0
     return zero.ne(zero).float()
 
 
-def total_norm(grads: list[torch.Tensor], device: torch.device) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """The 2-norm of all gradients as one vector, 0-d fp64, non-finite only if an element is; and that of each.
+def _at_least_one(number: Number) -> Number:
+    return number.clamp(min=1.0) if isinstance(number, torch.Tensor) else max(number, 1.0)
+
+
+def total_norm(grads: list[torch.Tensor], like: Number) -> tuple[Number, list[Any]]:
+    """The 2-norm of all gradients as one vector, in fp64, non-finite only if an element is; and that of each.
 
     Squares of finite fp32 numbers can overflow fp32 (from about 1e19). CUDA sums in fp64 at the speed of memory; the
     CPU sums in fp32, which is several times faster, and again in fp64 if the result is not finite.
+
+    Args:
+        grads: dense, on one device.
+        like: a float for host numbers, or a 0-d tensor for numbers on its device.
     """
+    if isinstance(like, torch.Tensor):
+        if not grads:
+            return torch.zeros((), dtype=torch.float64, device=like.device), []
+        norms = torch._foreach_norm(grads, 2, dtype=torch.float64)
+        return torch.linalg.vector_norm(torch.stack(norms)), list(norms)
     if not grads:
-        return torch.zeros((), dtype=torch.float64, device=device), []
-    if device.type == "cuda":
-        norms = list(torch._foreach_norm(grads, 2, dtype=torch.float64))
-        return _norm(norms), norms
-    norms = list(torch._foreach_norm(grads))
-    total = _norm(norms)
-    if not math.isfinite(total):
-        norms = list(torch._foreach_norm(grads, 2, dtype=torch.float64))
-        total = _norm(norms)
-    return total, norms
+        return 0.0, []
+    numbers = _host_norms(torch._foreach_norm(grads))
+    if not math.isfinite(total := math.hypot(*numbers)):
+        numbers = _host_norms(torch._foreach_norm(grads, 2, dtype=torch.float64))
+        total = math.hypot(*numbers)
+    return total, numbers
 
 
-def _norm(norms: list[torch.Tensor]) -> torch.Tensor:
-    norm: torch.Tensor = torch.linalg.vector_norm(torch.stack(norms), dtype=torch.float64)
-    return norm
+def _host_norms(norms: Sequence[torch.Tensor]) -> list[float]:
+    numbers: list[float] = torch.stack(list(norms)).tolist()
+    return numbers
 
 
 def _with_gradients(optimizers: Iterable[Optimizer]) -> list[torch.Tensor]:
@@ -136,9 +162,27 @@ def _with_gradients(optimizers: Iterable[Optimizer]) -> list[torch.Tensor]:
     return params
 
 
+def _step_on_host(optimizers: Sequence[Optimizer], values: list[torch.Tensor], denominator: float) -> None:
+    """Divide and step, where it is known that the gradients are finite."""
+    if denominator == 1.0 or not all(_takes_scale(optimizer) for optimizer in optimizers):
+        if denominator != 1.0:
+            torch._foreach_div_(values, denominator)
+        for optimizer in optimizers:
+            optimizer.step()
+        return
+    grad_scale = torch.tensor(denominator)
+    for optimizer in optimizers:
+        optimizer.grad_scale = grad_scale  # type: ignore[attr-defined]
+        try:
+            optimizer.step()
+        finally:
+            del optimizer.grad_scale  # type: ignore[attr-defined]
+
+
 def _step(
     optimizers: Sequence[Optimizer], values: list[torch.Tensor], grad_scale: torch.Tensor, skipped: torch.Tensor
 ) -> None:
+    """Divide and step, or not, as the device decides."""
     fused = [optimizer for optimizer in optimizers if _takes_scale(optimizer)]
     for optimizer in fused:
         if _first_step_is_special(optimizer) and bool(skipped):

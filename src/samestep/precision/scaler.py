@@ -43,8 +43,9 @@ class LossScaler:
         self.scale = torch.full((), init_scale, dtype=torch.float32, device=device)
         self.growth_tracker = torch.zeros((), dtype=torch.int32, device=device)
 
-    def update(self, found_inf: torch.Tensor) -> None:
-        """Grow or back off. `found_inf` is a 0-d fp32 tensor: 0, or 1 when the window's gradients overflowed."""
+    def update(self, found_inf: float | torch.Tensor) -> None:
+        """Grow or back off. `found_inf` (0-d fp32 on a GPU) is 0, or 1 when the window's gradients overflowed."""
+        found_inf = torch.as_tensor(found_inf, dtype=torch.float32)
         torch._amp_update_scale_(
             self.scale,
             self.growth_tracker,

@@ -96,20 +96,21 @@ class Buffers:
             slot.tensor.copy_(opening)
 
     @torch.no_grad()
-    def close(self, num_micro_batches: int, weights: torch.Tensor, skipped: torch.Tensor) -> None:
+    def close(self, num_micro_batches: int, weights: list[float] | torch.Tensor, skipped: float | torch.Tensor) -> None:
         """Set the closing values from what all micro-batches of all ranks left.
 
         Args:
             num_micro_batches: M of this window.
-            weights: fp64, shape (M,), the micro-batches' weights.
-            skipped: 0-d; where it is 1 the opening values stay: a skipped window leaves no trace.
+            weights: the micro-batches' weights: M numbers, or fp64 on a GPU.
+            skipped: 0-d on a GPU; where it is 1 the opening values stay: a skipped window leaves no trace.
 
         Raises:
             ModelError: when a buffer without a rule changed.
         """
         self._refuse_unruled()
-        if not self._slots:
+        if not self._slots or (not isinstance(skipped, torch.Tensor) and skipped):
             return
+        weights = torch.as_tensor(weights, dtype=torch.float64)
         width = sum(opening.numel() for opening in self._opening)
         # Each row is written by one rank and zero on the others, so the sum has the same bits on any number of ranks.
         rows = torch.zeros(num_micro_batches, width, dtype=torch.float64, device=weights.device)
@@ -121,7 +122,9 @@ class Buffers:
             changes = rows[:, start : start + opening.numel()].reshape(num_micro_batches, *opening.shape)
             start += opening.numel()
             closing = _closing(slot.rule, opening, changes, weights)
-            slot.tensor.copy_(torch.where(skipped > 0, opening.double(), closing))
+            if isinstance(skipped, torch.Tensor):
+                closing = torch.where(skipped > 0, opening.double(), closing)
+            slot.tensor.copy_(closing)
 
     def _refuse_unruled(self) -> None:
         for slot, before in zip(self._watched, self._versions, strict=True):

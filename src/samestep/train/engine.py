@@ -20,8 +20,9 @@ from samestep.precision.scaler import LossScaler
 from samestep.train.buffers import Buffers
 from samestep.train.nonfinite import Suspects, explain
 from samestep.train.prepared import Prepared
+from samestep.train.statistics import Statistics
 
-__all__ = ["Engine", "Pending", "to_device", "to_host"]
+__all__ = ["Engine", "Pending"]
 
 
 @dataclasses.dataclass(slots=True)
@@ -29,8 +30,8 @@ class Pending:
     """A window whose numbers are on their way to the host."""
 
     record: Record
-    numbers: torch.Tensor
-    """fp64 on the host: the window's statistics vector, then norm and skip of each finish, then the scale if any."""
+    statistics: Statistics
+    """Followed by norm and skip of each finish, then the scale if there is one."""
     arrived: torch.cuda.Event | None
     identity: int
     suspects: Suspects
@@ -123,18 +124,17 @@ class Engine:
             self._judge(record, pending.suspects, bad)
 
     def _fill(self, pending: Pending) -> dict[int, float]:
-        """Put the arrived numbers into the record. The layout of the vector is `Window._send_statistics`'.
+        """Put the arrived numbers into the record.
 
         Returns:
             {micro-batch: its loss} where that is not finite.
         """
-        record, m, world_size = pending.record, pending.record.micro_batches, self.world.size
-        numbers = pending.numbers.tolist()
-        weights, losses, digests, sizes = (numbers[i * m : (i + 1) * m] for i in range(4))
-        self._check_identities(numbers[4 * m : 4 * m + world_size], pending.identity)
+        record = pending.record
+        pending.statistics.take()
+        weights, losses, digests, sizes, identities, decided = pending.statistics.parts()
+        self._check_identities(identities, pending.identity)
         if self.scaler is not None:
-            record.scale = numbers.pop()
-        decided = numbers[len(numbers) - 2 * len(pending.suspects.outcomes) :]
+            record.scale = decided.pop()
         record.grad_norm = math.hypot(*decided[0::2])
         record.skipped = any(decided[1::2])
         record.weight = sum(weights)
@@ -143,7 +143,7 @@ class Engine:
             weighted = sum(weight * loss for weight, loss in zip(weights, losses, strict=True))
             record.loss = weighted / record.weight if record.weight else math.nan
         record.samples = int(sum(sizes))
-        record.digest = f"{int(sum(digests)) % (1 << 52):013x}" if any(digests) else ""
+        record.digest = f"{sum(map(int, digests)) % (1 << 52):013x}" if any(digests) else ""
         if not record.skipped:
             return {}
         return {i: loss for i, (loss, weight) in enumerate(zip(losses, weights, strict=True)) if weight and loss - loss}
@@ -185,20 +185,3 @@ class Engine:
         if not self.find_nonfinite:
             raise failure
         self.offender = failure
-
-
-def to_device(numbers: list[float], device: torch.device) -> torch.Tensor:
-    """Host numbers as an fp64 tensor on `device`, without waiting for it."""
-    tensor = torch.tensor(numbers, dtype=torch.float64)
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
-
-
-def to_host(numbers: torch.Tensor) -> tuple[torch.Tensor, torch.cuda.Event | None]:
-    """`numbers` on the host and the event after which they have arrived (None: now)."""
-    if numbers.device.type != "cuda":
-        return numbers, None
-    host = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
-    host.copy_(numbers, non_blocking=True)
-    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-    event.record()
-    return host, event

@@ -20,15 +20,16 @@ from torch.optim import Optimizer
 
 from samestep.data.fetch import seed_everything
 from samestep.data.source import Plan, Source
-from samestep.distributed.collectives import broadcast_json, start_sum
+from samestep.distributed.collectives import broadcast_json
 from samestep.errors import NonFiniteError, WindowError
 from samestep.monitor.record import Record
-from samestep.optim.finish import Outcome, check_clip, finish
+from samestep.optim.finish import Number, Outcome, check_clip, finish
 from samestep.rng import Purpose, key
 from samestep.train.checks import check_loss, check_step, checked_weight
-from samestep.train.engine import Engine, Pending, to_device, to_host
+from samestep.train.engine import Engine, Pending
 from samestep.train.global_batch import global_batch
 from samestep.train.nonfinite import Finder, Suspects
+from samestep.train.statistics import Statistics
 
 __all__ = ["Reduction", "Window"]
 
@@ -60,7 +61,6 @@ class Window:
         self._kept: list[Any] = []
         self._fetched = self._reached = 0
         self._stepped: list[int] = []
-        self._vector: torch.Tensor | None = None
         self._outcomes: list[Outcome] = []
         self._data_seconds = 0.0
 
@@ -83,11 +83,10 @@ class Window:
         for replica in self._replicas:
             replica.open(self._plan.bounds)
         engine.buffers.open()
-        self._weights: list[float | torch.Tensor] = [0.0] * len(self.share)
-        self._losses: list[torch.Tensor | None] = [None] * len(self.share)
+        self.statistics = Statistics(engine.world, self.num_micro_batches, len(models))
+        self._weights: list[Number] = [0.0] * len(self.share)
         self._done = [False] * len(self.share)
         self._forwards_at_open = [replica.forwards for replica in self._replicas]
-        self._vector = None
         self.backwards, self._reached, self.current, self.phase_open = 0, 0, None, True
         engine.window = self
 
@@ -197,7 +196,9 @@ class Window:
         self, k: int, loss: torch.Tensor, shown: torch.Tensor, weight: float | torch.Tensor, reduction: Reduction
     ) -> None:
         engine = self.engine
+        number = self.share[k]
         self._weights[k], self._done[k] = weight, True
+        self.statistics.weight(number, weight)
         self.backwards += 1
         reference = self._reference(weight, reduction)
         if isinstance(weight, torch.Tensor):
@@ -205,14 +206,14 @@ class Window:
             shown = loss
         elif weight == 0:
             return  # 0 x NaN is NaN: leave it out; step() sees to the exchange
-        self._losses[k] = shown.detach()
+        self.statistics.loss(number, shown)
         if k == len(self.share) - 1:
             self._send_statistics()
-        factor = 1.0 if reduction == "sum" else weight / reference
+        factor: Number = 1.0 if reduction == "sum" else weight / reference
+        if engine.scaler is not None:
+            factor = factor * engine.scaler.scale
         if isinstance(factor, torch.Tensor) or factor != 1.0:
             loss = loss * factor
-        if engine.scaler is not None:
-            loss = loss * engine.scaler.scale
         loss.backward()  # type: ignore[no-untyped-call]
 
     def global_batch(
@@ -262,28 +263,14 @@ class Window:
         return engine.reference
 
     def _send_statistics(self) -> None:
-        """Start adding the statistics vector over the ranks: it travels while the last backward runs.
-
-        Each slot is written by one rank and is zero on the others, so the sum has the same bits on any number of ranks.
-        Layout, M numbers each: weights, losses, sample digests, sizes; then one identity a rank; then, for each model,
-        the number of its forwards in this window.
-        """
-        engine, m, base = self.engine, self.num_micro_batches, self.share.start
-        numbers = [0.0] * (4 * m + engine.world.size + len(self._replicas))
-        for k, weight in enumerate(self._weights):
-            numbers[base + k] = 0.0 if isinstance(weight, torch.Tensor) else weight
-            numbers[2 * m + base + k] = self._plan.digests[k]
-            numbers[3 * m + base + k] = self._plan.sizes[k]
-        numbers[4 * m + engine.world.rank] = self._identity
+        """Start adding the statistics over the ranks: they travel while the last backward runs."""
+        statistics = self.statistics
+        for k, number in enumerate(self.share):
+            statistics.samples(number, self._plan.digests[k], self._plan.sizes[k])
+        statistics.identity(self._identity)
         for i, (replica, before) in enumerate(zip(self._replicas, self._forwards_at_open, strict=True)):
-            numbers[4 * m + engine.world.size + i] = replica.forwards - before
-        vector = to_device(numbers, engine.device)
-        for k, (weight, loss) in enumerate(zip(self._weights, self._losses, strict=True)):
-            if isinstance(weight, torch.Tensor):
-                vector[base + k] = weight
-            if loss is not None:
-                vector[m + base + k] = loss.reshape(())
-        self._vector, self._sending = vector, start_sum(engine.world, vector)
+            statistics.forwards(i, replica.forwards - before)
+        statistics.send()
 
     # 4. step ----------------------------------------------------------------------------------------------------------
 
@@ -302,23 +289,19 @@ class Window:
         """
         check_clip(clip_norm, clip_value)
         check_step(self)
-        engine, m = self.engine, self.num_micro_batches
-        vector = self._exchanged()
+        engine, statistics = self.engine, self.statistics
+        self._exchanged()
         if self.finder is not None:
             self._blame(self.finder)
-        weights, losses = vector[:m], vector[m : 2 * m]
-        total = weights.sum()
-        if engine.reduction == "sum":
-            loss, divisor = losses.sum(), total / total  # 1, or NaN for a window without any term: skipped
-        else:
-            loss, divisor = torch.dot(weights, losses) / total, total / self._reference(1.0, "mean")
+        loss = statistics.mean_loss(engine.reduction)
+        divisor = statistics.divisor(engine.reduction, self._reference(1.0, "mean"))
         engine.settle()  # on a GPU: learn whether the last window was applied, so that this one has its rate
         self._rates = [float(group["lr"]) for opt in self._optimizers for group in opt.param_groups]
         limits = {"clip_norm": clip_norm, "clip_value": clip_value}
         outcome = finish(self._optimizers, divisor=divisor, loss=loss, scaler=engine.scaler, **limits)
         for ema in engine.emas:
             ema.update(outcome.skipped)
-        engine.buffers.close(m, weights, outcome.skipped)
+        engine.buffers.close(self.num_micro_batches, statistics.weights, outcome.skipped)
         for replica in self._replicas:
             replica.live = False
         self.phase_open = False
@@ -327,28 +310,23 @@ class Window:
         if len(set(self._stepped)) == len(engine.optimizers):
             self.close()
 
-    def _exchanged(self) -> torch.Tensor:
-        """Make sure that this rank took part in each exchange of the window; the summed statistics vector."""
-        engine = self.engine
+    def _exchanged(self) -> None:
+        """Make sure that this rank took part in each exchange of the window; have everybody's statistics."""
         self._leave()
         for number in self.share[self._reached :]:  # the loop was left early: an empty place in the sum
             for replica in self._replicas:
                 replica.leave(number, last=number == self.share[-1])
         self._reference(1.0, "mean")
-        if self._vector is None:
+        if not self.statistics.sent:
             self._send_statistics()
-        vector = self._vector
-        assert vector is not None
         extra = [i for i, replica in enumerate(self._replicas) if replica.contribute_nothing()]
         for replica in self._replicas:
             replica.finish()
-        if self._sending is not None:
-            self._sending.wait()
+        self.statistics.arrive()
         for i in extra:
             # If nobody used this model its gradients are zeros by now, and weight decay would move it.
-            if not vector[4 * self.num_micro_batches + engine.world.size + i]:
+            if not self.statistics.anybody_used(i):
                 self._replicas[i].drop_gradients()
-        return vector
 
     def repeated(self) -> Window:
         """This window once more, watched: its step does not update but raises the offence, with what was found."""
@@ -387,19 +365,18 @@ class Window:
         if not self._stepped:
             return  # the loop left the window out: no update, and the run goes on behind it
         if engine.scaler is not None:
-            overflow = self._outcomes[0].overflow
-            for outcome in self._outcomes[1:]:
-                overflow = torch.maximum(overflow, outcome.overflow)
-            engine.scaler.update(overflow)
+            overflows = [outcome.overflow for outcome in self._outcomes]
+            engine.scaler.update(
+                overflows[0] if len(overflows) == 1 else torch.as_tensor(sum(overflows)).clamp(max=1.0)
+            )
         engine.settle()
         engine.post(self._pending())
 
     def _pending(self) -> Pending:
-        engine, vector = self.engine, self._vector
-        assert vector is not None
-        decided = [part.double() for outcome in self._outcomes for part in (outcome.grad_norm, outcome.skipped)]
+        engine = self.engine
+        decided = [part for outcome in self._outcomes for part in (outcome.grad_norm, outcome.skipped)]
         if engine.scaler is not None:
-            decided.append(engine.scaler.scale.double())
+            decided.append(engine.scaler.scale)
         now = time.perf_counter()
         record = Record(
             epoch=self.epoch,
@@ -411,9 +388,10 @@ class Window:
             data_seconds=self._data_seconds,
         )
         engine.last_end = now
-        numbers, arrived = to_host(torch.cat([vector, torch.stack(decided)]))
+        arrived = self.statistics.start_back(decided)
         locate = functools.partial(self._source.locate, self.epoch, self.number) if self._source else lambda _: None
-        return Pending(record, numbers, arrived, self._identity, Suspects(self.bounds, self._outcomes, locate))
+        suspects = Suspects(self.bounds, self._outcomes, locate)
+        return Pending(record, self.statistics, arrived, self._identity, suspects)
 
     @property
     def _identity(self) -> int:
@@ -424,12 +402,9 @@ class Window:
     @property
     def loss(self) -> float:
         """The window's loss over all ranks, after step: the weighted mean, or the sum. Waits for the device."""
-        m, vector = self.num_micro_batches, self._vector
-        if vector is None or self.phase_open:
+        if not self._outcomes or self.phase_open:
             raise WindowError("window.loss before window.step()", "the mean over all ranks is known after the step")
-        if self.engine.reduction == "sum":
-            return float(vector[m : 2 * m].sum())
-        return float(torch.dot(vector[:m], vector[m : 2 * m]) / vector[:m].sum())
+        return float(self.statistics.mean_loss(self.engine.reduction))
 
     @property
     def grad_norm(self) -> float:
