@@ -9,6 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from samestep.checkpoint.weights import load_weights
     from samestep.config import RunConfig
     from samestep.data.move import move
     from samestep.errors import (
@@ -45,6 +46,7 @@ _HOME = {
     "Throughput": "monitor.meters",
     "Window": "train.window",
     "WindowError": "errors",
+    "load_weights": "checkpoint.weights",
     "memory_report": "monitor.meters",
     "move": "data.move",
     "train_one_epoch": "train.plain",
@@ -68,6 +70,7 @@ __all__ = [
     "Window",
     "WindowError",
     "__version__",
+    "load_weights",
     "memory_report",
     "move",
     "train_one_epoch",

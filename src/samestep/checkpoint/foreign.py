@@ -1,22 +1,29 @@
-"""Files written by torch.save, of other programs and for them: read without running code, written whole or not at all."""
+"""Files of other programs and for them (torch.save, safetensors): read without code, written whole or not at all."""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import pickle
 import re
+import struct
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import safetensors
 import torch
 
 from samestep.checkpoint.storage import sync
+from samestep.checkpoint.tree import STORED_DTYPES, as_bytes
 from samestep.errors import CheckpointError
 
-__all__ = ["read_torch_file", "write_torch_file"]
+__all__ = [
+    "is_safetensors", "load_plain", "read_safetensors", "read_torch_file", "weights_of", "write_safetensors",
+    "write_torch_file",
+]  # fmt: skip
 
 _MODEL = ("model_state_dict", "state_dict", "model")
 _OPTIMIZER = ("optimizer_state_dict", "optimizer")
@@ -37,7 +44,11 @@ def read_torch_file(path: str | Path, device: str | torch.device = "cpu") -> dic
         CheckpointError: when the file is missing, is not of torch.save, holds no weights, or needs code to be read.
     """
     file = Path(path)
-    content = _load(file, device)
+    return weights_of(load_plain(file, device), file)
+
+
+def weights_of(content: Any, file: Path) -> dict[str, Any]:
+    """The parts of what `load_plain` gave, as `read_torch_file` returns them; `file` is for messages."""
     if not isinstance(content, Mapping):
         raise CheckpointError(f"{file} holds a {type(content).__name__}", "it should hold a dict of weights", _SAVE)
     key = next((key for key in _MODEL if isinstance(content.get(key), Mapping)), None)
@@ -52,6 +63,7 @@ def read_torch_file(path: str | Path, device: str | torch.device = "cpu") -> dic
         raise CheckpointError(
             f"{file} has {', '.join(map(str, odd[:10]))} beside tensors", "a bare state_dict holds tensors only", _SAVE
         )
+    _refuse_expanded(model, file)
     beside = {} if key is None else content
     epoch = beside.get("epoch")
     return {
@@ -61,6 +73,18 @@ def read_torch_file(path: str | Path, device: str | torch.device = "cpu") -> dic
     }
 
 
+def _refuse_expanded(model: Mapping[Any, Any], file: Path) -> None:
+    """A view with strides of 0 takes no room in a file, and all of the memory when it is copied."""
+    size = file.stat().st_size
+    for name, value in model.items():
+        if isinstance(value, torch.Tensor) and value.layout == torch.strided and value.numel() * value.itemsize > size:
+            raise CheckpointError(
+                f"{file} ({size} bytes) has a tensor {str(name)[:100]} of {value.numel() * value.itemsize} bytes",
+                "a tensor is not larger than its file",
+                "save it with .contiguous() where it was made, if you trust it",
+            )
+
+
 _SAVE = "save it again where it was made, with torch.save({'model_state_dict': model.state_dict()}, path)"
 
 
@@ -68,10 +92,18 @@ def _is_weight(name: Any, value: Any) -> bool:
     return isinstance(value, torch.Tensor) or str(name).endswith("_extra_state")
 
 
-def _load(file: Path, device: str | torch.device) -> Any:
+def load_plain(file: Path, device: str | torch.device = "cpu") -> Any:
+    """What torch.save wrote, if it is tensors, numbers, text, lists and dicts.
+
+    Raises:
+        CheckpointError: for anything else, and for a file that would take more memory than its size.
+    """
+    _check_regular(file)
     try:
         with file.open("rb"):
             mapped = zipfile.is_zipfile(file)  # the older format cannot be mapped
+        if mapped:
+            _refuse_compressed(file)
     except OSError as e:
         raise CheckpointError(f"cannot read {file}: {e.strerror}", "it is a file of torch.save", "check path") from None
     torch.empty(0, device=device)  # a device that cannot be used is no fault of the file
@@ -88,6 +120,28 @@ def _load(file: Path, device: str | torch.device) -> Any:
             "loading runs no code from a file, so it holds tensors, numbers, text, lists and dicts only",
             f"if you trust it, {_SAVE}",
         ) from None
+
+
+def _check_regular(file: Path) -> None:
+    """A pipe would keep the reader waiting for ever."""
+    if file.exists() and not file.is_file() and not file.is_dir():
+        raise CheckpointError(f"{file} is a pipe, socket or device", "weights are read from files", "copy it to a file")
+
+
+def _refuse_compressed(file: Path) -> None:
+    """torch.save stores; a compressed entry of 1 kB may be 1 GB in memory."""
+    try:
+        with zipfile.ZipFile(file) as archive:
+            infos = archive.infolist()
+    except zipfile.BadZipFile as e:
+        raise _not_torch(file, e) from None
+    size = file.stat().st_size
+    if any(info.compress_type != zipfile.ZIP_STORED for info in infos) or sum(i.file_size for i in infos) > size:
+        raise CheckpointError(
+            f"{file} is a zip archive that unpacks to {sum(info.file_size for info in infos)} bytes from {size}",
+            "torch.save does not compress",
+            "if you trust it, unpack it and save it again with torch.save",
+        )
 
 
 def _not_torch(file: Path, cause: Exception) -> CheckpointError:
@@ -112,18 +166,26 @@ def write_torch_file(
     model_state: Mapping[str, Any],
     optimizer_state: Mapping[str, Any] | None = None,
     epoch: int | None = None,
+    *,
+    short_keys: bool = False,
 ) -> None:
     """Write {"epoch", "model_state_dict", "optimizer_state_dict"} with torch.save; a file at `path` is replaced at once.
+
+    With `short_keys` they are called "epoch", "model" and "optimizer".
 
     Raises:
         CheckpointError: when it cannot be written; a file that was there before is untouched.
     """
-    final = Path(path)
+    end = "" if short_keys else "_state_dict"
+    content = {"epoch": epoch, f"model{end}": dict(model_state), f"optimizer{end}": optimizer_state}
+    _write_whole(Path(path), lambda file: torch.save(content, file))
+
+
+def _write_whole(final: Path, write: Callable[[Any], None]) -> None:
     temporary = final.with_name(f".tmp-{final.name}-{os.getpid()}")
-    content = {"epoch": epoch, "model_state_dict": dict(model_state), "optimizer_state_dict": optimizer_state}
     try:
         with temporary.open("wb") as file:
-            torch.save(content, file)
+            write(file)
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(final)
@@ -137,6 +199,67 @@ def write_torch_file(
     finally:
         with contextlib.suppress(OSError):
             temporary.unlink()
+
+
+def is_safetensors(file: Path) -> bool:
+    """Whether it begins as a safetensors file does: the header's length, and a JSON object."""
+    try:
+        with file.open("rb") as content:
+            start = content.read(9)
+    except OSError:
+        return False
+    return len(start) == 9 and start[8:] == b"{" and struct.unpack("<Q", start[:8])[0] <= file.stat().st_size
+
+
+def read_safetensors(path: str | Path) -> dict[str, torch.Tensor]:
+    """The tensors of a safetensors file, in memory of their own.
+
+    Raises:
+        CheckpointError: when it is missing, damaged, or something else. Headers over 100 MB are refused by safetensors.
+    """
+    file = Path(path)
+    _check_regular(file)
+    try:
+        with safetensors.safe_open(file, framework="pt", device="cpu") as content:
+            # a copy: a mapping does not outlive truncation or a lost network disk
+            return {name: content.get_tensor(name).clone() for name in content.keys()}  # noqa: SIM118 (it is no dict)
+    except (OSError, safetensors.SafetensorError) as e:
+        raise CheckpointError(
+            f"{file} is missing, damaged or no safetensors file ({e})", "", "copy it again, or name another file"
+        ) from None
+
+
+def write_safetensors(path: str | Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> None:
+    """Write a safetensors file; one that is at `path` is replaced at once. Tied weights are written under each name.
+
+    Not by the package's own writers: one holds the file in memory twice, the other writes through a memory mapping, where
+    a full disk is a bus error and not an exception.
+
+    Raises:
+        CheckpointError: when it cannot be written (a file that was there before is untouched), or for a dtype that
+            safetensors lacks.
+    """
+    for name, tensor in tensors.items():
+        if tensor.dtype not in STORED_DTYPES:
+            raise CheckpointError(
+                f"{name} is of {tensor.dtype}", "a safetensors file holds other dtypes", "export to a .pt file"
+            )
+    _write_whole(Path(path), lambda file: file.writelines(_safetensors_chunks(tensors, metadata)))
+
+
+def _safetensors_chunks(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> Iterator[Any]:
+    names = sorted(tensors, key=lambda name: -tensors[name].element_size())  # so that each is aligned
+    header: dict[str, Any] = {"__metadata__": {"format": "pt", **metadata}}
+    end = 0
+    for name in names:
+        tensor = tensors[name]
+        begin, end = end, end + tensor.numel() * tensor.element_size()
+        header[name] = {"dtype": STORED_DTYPES[tensor.dtype], "shape": [*tensor.shape], "data_offsets": [begin, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    yield struct.pack("<Q", len(text)) + text
+    for name in names:
+        yield as_bytes(tensors[name]).cpu().numpy().data
 
 
 def _cause(error: BaseException) -> str:

@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from samestep.errors import CheckpointError
 
-__all__ = ["optimizer_from_names", "optimizer_to_names"]
+__all__ = ["name_optimizer", "number_optimizer", "optimizer_from_names", "optimizer_to_names"]
 
 # How a step is computed, and what the parameters are called, belong to the live optimizer; the rest is what is computed.
 _LIVE = frozenset({"params", "param_names", "foreach", "fused", "capturable"})
@@ -129,3 +129,69 @@ def _rebuilt(own: Mapping[str, Any], old: Mapping[str, Any]) -> dict[str, Any]:
             value = value.to(live.device)
         group[key] = value
     return group
+
+
+def number_optimizer(saved: Mapping[str, Any]) -> dict[str, Any]:
+    """A torch optimizer's own state_dict from state by name, for programs that load one; the tensors are not copied.
+
+    Args:
+        saved: from `optimizer_to_names`.
+    """
+    numbers: dict[str, int] = {}
+    groups = []
+    for group in saved["groups"]:
+        own = [numbers.setdefault(name, len(numbers)) for name in group["names"]]
+        groups.append({**{key: value for key, value in group.items() if key != "names"}, "params": own})
+    return {"state": {numbers[name]: values for name, values in saved["state"].items()}, "param_groups": groups}
+
+
+def name_optimizer(saved: Mapping[str, Any], shapes: Mapping[str, torch.Size]) -> dict[str, Any]:
+    """State by name from a torch optimizer's state_dict, whose parameters have numbers only.
+
+    A state_dict of several groups that keeps no names says nothing of which parameter is which, and is refused.
+
+    Args:
+        saved: the state_dict of another program's optimizer.
+        shapes: {name: shape} of the model's parameters in the order of `model.parameters()`.
+
+    Raises:
+        CheckpointError: when number and shapes do not fit these parameters.
+    """
+    try:
+        groups, state = list(saved["param_groups"]), dict(saved["state"])
+        numbers = [list(group["params"]) for group in groups]
+        named = [list(group.get("param_names") or ()) for group in groups]
+    except (KeyError, TypeError, ValueError, AttributeError) as e:
+        raise _unnamed(f"it is no torch optimizer's state_dict ({type(e).__name__}: {e})") from None
+    if not any(named):
+        if len(groups) != 1:
+            raise _unnamed(f"it has {len(groups)} parameter groups without names")
+        named = [[*shapes]]
+    if [len(names) for names in named] != [len(own) for own in numbers]:
+        raise _unnamed(f"it has {sum(map(len, numbers))} parameters, the model {len(shapes)}")
+    known = {
+        number: name for own, names in zip(numbers, named, strict=True) for number, name in zip(own, names, strict=True)
+    }
+    for number, values in state.items():
+        name = known.get(number, "")
+        if name not in shapes or not isinstance(values, Mapping):
+            raise _unnamed(f"it has state for {number!r} ({name})")
+        for key, value in values.items():
+            if isinstance(value, torch.Tensor) and value.dim() and value.numel() > 1 and value.shape != shapes[name]:
+                raise _unnamed(f"its {key} for {name} is {tuple(value.shape)}, the parameter {tuple(shapes[name])}")
+    skipped = ("params", "param_names")
+    return {
+        "groups": [
+            {"names": names, **{key: value for key, value in group.items() if key not in skipped}}
+            for names, group in zip(named, groups, strict=True)
+        ],
+        "state": {known[number]: dict(values) for number, values in state.items()},
+    }
+
+
+def _unnamed(why: str) -> CheckpointError:
+    return CheckpointError(
+        f"the optimizer's state cannot be given names: {why}",
+        "its parameters have numbers, in the order of model.parameters()",
+        "import the weights alone (into a .safetensors file), or load the state into the optimizer before run.prepare",
+    )

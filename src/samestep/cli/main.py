@@ -21,6 +21,7 @@ VERBS: dict[str, tuple[str, str]] = {
     "launch": ("samestep.cli.launch", "run a Python script on several ranks"),
     "plan": ("samestep.cli.plan", "say what a training will do, before it does it"),
     "diff": ("samestep.cli.diff", "compare two runs: the first window that differs, in what, how far, and why"),
+    "ckpt": ("samestep.cli.ckpt", "look at checkpoints, verify, compare, export, import and prune them"),
     "doctor": ("samestep.cli.doctor", "say what works on this machine, and what to install or change"),
 }
 """Each verb's module and one-line help. A module has EXAMPLES, `add_arguments(parser)` and `run(arguments) -> int`."""

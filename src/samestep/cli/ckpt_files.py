@@ -1,0 +1,140 @@
+"""The parts of `samestep ckpt` that bring files in and out: export, import, push, pull."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from samestep.errors import CheckpointError, ConfigError
+
+_SUFFIXES = {".safetensors": "safetensors", ".pt": "torch", ".pth": "torch", ".bin": "torch", ".ckpt": "torch"}
+
+Add = Callable[[str, Callable[[argparse.Namespace], int], str, str], Any]
+
+
+def add_arguments(add: Add) -> None:
+    """Declare the commands; `add` makes a parser of a name, a function, a help text and an example."""
+    out = add(
+        "export",
+        _export,
+        "write a model's weights as one file for other programs",
+        "  samestep ckpt export runs/digits weights.safetensors --ema\n"
+        "  samestep ckpt export runs/digits last.pt        # {'model', 'optimizer', 'epoch'}, loads with weights_only\n",
+    )
+    out.add_argument("run", type=Path, metavar="RUN", help="a run's directory, or one checkpoint's")
+    out.add_argument("out", type=Path, metavar="FILE", help="ends in .safetensors, or in .pt for a file of torch.save")
+    out.add_argument("--step", type=int, metavar="N", help="which of the run's (default: the newest whole one)")
+    out.add_argument("--ema", action="store_true", help="the moving averages instead of the weights")
+    out.add_argument("--model", type=int, default=0, metavar="N", help="which prepared model (default: 0)")
+    out.add_argument("--prefix", default="", metavar="TEXT", help="put this before each name, such as model.")
+    out.add_argument(
+        "--long-keys", action="store_true", help="a .pt file's keys are model_state_dict and optimizer_state_dict"
+    )
+    out.add_argument("--force", action="store_true", help="replace FILE if it is there")
+
+    into = add(
+        "import",
+        _import,
+        "read another program's checkpoint: torch, safetensors, Accelerate, Lightning",
+        "  samestep ckpt import last.ckpt weights.safetensors --strip-prefix model.\n"
+        "  samestep ckpt import accelerate_dir runs/continued --epoch 3\n",
+    )
+    into.add_argument("source", type=Path, metavar="SOURCE", help="a file, or a directory of Accelerator.save_state")
+    into.add_argument(
+        "out", type=Path, metavar="OUT", help="FILE.safetensors: weights alone; a directory: a run to continue"
+    )
+    into.add_argument("--model", type=int, default=0, metavar="N", help="for a file: which model (default: 0)")
+    into.add_argument(
+        "--strip-prefix", default="", metavar="TEXT", help="take tensors whose names begin so, without it"
+    )
+    into.add_argument("--without-optimizer", action="store_true", help="for a run: weights, epoch and step alone")
+    into.add_argument("--seed", type=int, default=0, help="for a run: the seed its script passes (default: 0)")
+    into.add_argument(
+        "--epoch", type=int, metavar="N", help="for a run: epochs finished (default: as SOURCE says, or 0)"
+    )
+    into.add_argument("--force", action="store_true", help="replace FILE if it is there")
+
+
+def _refuse_existing(out: Path, force: bool) -> None:
+    if out.exists() and not force:
+        raise CheckpointError(f"{out} is there", "a file is replaced only when asked", "pass --force or another name")
+
+
+def _export(arguments: argparse.Namespace) -> int:
+    from samestep.checkpoint.foreign import write_safetensors, write_torch_file
+    from samestep.checkpoint.optimizer import number_optimizer
+    from samestep.checkpoint.survey import find
+    from samestep.checkpoint.weights import model_of
+
+    out: Path = arguments.out
+    kind = _SUFFIXES.get(out.suffix)
+    if kind is None:
+        raise ConfigError(f"got {out.name}", f"the file ends in one of {', '.join(_SUFFIXES)}", "rename it")
+    _refuse_existing(out, arguments.force)
+    checkpoint = find(arguments.run, arguments.step)
+    model = model_of(checkpoint, ema=arguments.ema, number=arguments.model)
+    model = {f"{arguments.prefix}{name}": value for name, value in model.items()}
+    manifest = checkpoint.manifest
+    if kind == "safetensors":
+        import torch
+
+        odd = [name for name, value in model.items() if not isinstance(value, torch.Tensor)]
+        if odd:
+            raise CheckpointError(f"{odd[0]} is no tensor", "a safetensors file holds tensors only", "export to .pt")
+        write_safetensors(out, model, {"samestep_step": str(manifest.step)})
+    else:
+        saved = checkpoint.load().get(f"optimizer{arguments.model}")
+        epoch = manifest.meta.get("position", {}).get("epoch")
+        optimizer = number_optimizer(saved) if saved is not None else None
+        write_torch_file(out, model, optimizer, epoch, short_keys=not arguments.long_keys)
+    what = "averages" if arguments.ema else "weights"
+    print(f"{out}: {len(model)} tensors, the {what} of step {manifest.step}")
+    return 0
+
+
+def _import(arguments: argparse.Namespace) -> int:
+    from samestep.checkpoint.adopt import adopt, strip_prefix
+    from samestep.checkpoint.foreign import write_safetensors
+    from samestep.checkpoint.peers import read_foreign
+
+    out: Path = arguments.out
+    if not arguments.source.exists():
+        raise CheckpointError(f"{arguments.source} does not exist", "", "check the path")
+    foreign = read_foreign(arguments.source)
+    left: list[str] = []
+    if out.suffix == ".safetensors":
+        _refuse_existing(out, arguments.force)
+        if not 0 <= arguments.model < len(foreign.models):
+            raise ConfigError(f"got --model {arguments.model}", f"SOURCE has {len(foreign.models)}", "pass --model 0")
+        model, left = strip_prefix(foreign.models[arguments.model], arguments.strip_prefix)
+        write_safetensors(out, model, {"imported": foreign.kind})
+        print(f"{out}: {len(model)} tensors from {foreign.kind}")
+        print(f'load them with samestep.load_weights(model, "{out}") before run.prepare')
+    else:
+        if arguments.without_optimizer:
+            foreign = dataclasses.replace(foreign, optimizers=[], schedules=[])
+        if arguments.strip_prefix:
+            foreign, left = _stripped(foreign, arguments.strip_prefix)
+        path = adopt(foreign, out, seed=arguments.seed, epoch=arguments.epoch)
+        epoch = arguments.epoch if arguments.epoch is not None else foreign.epoch
+        parts = {"models": foreign.models, "optimizers": foreign.optimizers, "schedules": foreign.schedules}
+        print(f"{path}: from {foreign.kind}: {', '.join(f'{len(part)} {name}' for name, part in parts.items())}")
+        print(f"a run in {out} with seed={arguments.seed} continues at the start of epoch {epoch or 0}")
+    for name in [f"{name}: does not begin with {arguments.strip_prefix!r}" for name in left] + foreign.unread:
+        print(f"left out: {name}")
+    return 0
+
+
+def _stripped(foreign: Any, prefix: str) -> tuple[Any, list[str]]:
+    """Names without the prefix; the optimizers' numbers stand for what is left, so all parameters must have it."""
+    from samestep.checkpoint.adopt import strip_prefix
+
+    models, left = [], []
+    for model in foreign.models:
+        kept, others = strip_prefix(model, prefix)
+        models.append(kept)
+        left += others
+    return dataclasses.replace(foreign, models=models), left
