@@ -7,10 +7,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import safetensors.torch
 import torch
 from torch import nn
 
-from samestep.checkpoint.foreign import read_torch_file, write_torch_file
+from samestep.checkpoint.foreign import read_safetensors, read_torch_file, write_safetensors, write_torch_file
 from samestep.errors import CheckpointError
 
 WEIGHTS = {"weight": torch.full((2,), 7.0), "bias": torch.zeros(1)}
@@ -161,3 +162,63 @@ def test_permissions_follow_the_umask(tmp_path):
     finally:
         os.umask(before)
     assert stat.S_IMODE((tmp_path / "w.pt").stat().st_mode) == 0o640
+
+
+def test_a_zip_bomb_is_refused_by_what_it_would_unpack_to(tmp_path):
+    path = saved(tmp_path, WEIGHTS)
+    with zipfile.ZipFile(path) as old:
+        entries = {name: old.read(name) for name in old.namelist()}
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as bomb:
+        for name, content in entries.items():
+            bomb.writestr(name, content + (b"\0" * 30_000_000 if name.endswith("data/0") else b""))
+    assert path.stat().st_size < 100_000
+    with pytest.raises(CheckpointError, match=r"w\.pt is a zip archive that unpacks to 300\d+ bytes"):
+        read_torch_file(path)
+
+
+def test_a_tensor_that_is_larger_than_its_file_is_refused(tmp_path):
+    path = saved(tmp_path, {"model": {"w": torch.zeros(1).expand(1 << 40)}})
+    with pytest.raises(CheckpointError, match=rf"has a tensor w of {1 << 42} bytes"):
+        read_torch_file(path)
+
+
+@pytest.mark.parametrize("zipped", [True, False])
+def test_a_pickle_with_code_is_not_executed(tmp_path, zipped):
+    class Touch:
+        def __reduce__(self):
+            return (exec, (f"open({str(tmp_path / 'ran')!r}, 'w').close()",))
+
+    path = saved(tmp_path, {"model": WEIGHTS, "x": Touch()}, _use_new_zipfile_serialization=zipped)
+    with pytest.raises(CheckpointError, match="loading runs no code"):
+        read_torch_file(path)
+    assert not (tmp_path / "ran").exists()
+    with pytest.raises(Exception, match=r".*"):  # the file is a true attack: torch alone, told to trust it, runs it
+        torch.load(path, weights_only=False)["y"]
+    assert (tmp_path / "ran").exists()
+
+
+def test_a_pipe_is_refused_and_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "w.pt")
+    for read in (read_torch_file, read_safetensors):
+        with pytest.raises(CheckpointError, match="pipe, socket or device"):
+            read(tmp_path / "w.pt")
+
+
+def test_safetensors_files_are_written_whole_with_their_dtypes(tmp_path):
+    tensors = {
+        "bf16": torch.ones(3, dtype=torch.bfloat16), "turned": torch.arange(6.0).reshape(2, 3).t(),
+        "none": torch.empty(0, 4), "scalar": torch.tensor(7), "bool": torch.tensor([True, False]),
+        "fp8": torch.ones(5).to(torch.float8_e4m3fn),
+    }  # fmt: skip
+    write_safetensors(tmp_path / "w.safetensors", tensors, {"step": "3"})
+    theirs = safetensors.torch.load_file(tmp_path / "w.safetensors")
+    ours = read_safetensors(tmp_path / "w.safetensors")
+    for name, tensor in tensors.items():
+        for got in (theirs[name], ours[name]):
+            assert (got.dtype, got.shape) == (tensor.dtype, tensor.shape)
+            assert got.flatten().tolist() == tensor.flatten().tolist()
+    with safetensors.safe_open(tmp_path / "w.safetensors", "pt") as file:
+        assert file.metadata() == {"format": "pt", "step": "3"}
+    with pytest.raises(CheckpointError, match="c is of torch.complex64"):
+        write_safetensors(tmp_path / "c.safetensors", {"c": torch.zeros(1, dtype=torch.complex64)}, {})
+    assert [path.name for path in tmp_path.iterdir()] == ["w.safetensors"]

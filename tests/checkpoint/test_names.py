@@ -3,6 +3,8 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
 from torch.nn.parallel import DistributedDataParallel
 
 from samestep.checkpoint.names import canonical, match
@@ -163,3 +165,62 @@ def test_matching_changes_neither_side():
     before = copy.copy(saved), copy.copy(expected)
     match(saved, expected)
     assert (list(saved), list(expected)) == (list(before[0]), list(before[1]))
+
+
+def test_patterns_name_what_is_left_and_all_else_is_strict():
+    expected = zeros("body.weight", "head.weight", "head.bias")
+    saved = {**numbered("module.body.weight"), **zeros("module.head.weight", shape=(9,))}
+    assert list(match(saved, expected, partial="head.*")) == ["body.weight"]
+    assert list(match(saved, expected, partial=["head.weight", "*.bias"])) == ["body.weight"]
+    with pytest.raises(CheckpointError, match=r"1 missing: head\.bias"):
+        match(saved, expected, partial="head.weight")
+    with pytest.raises(CheckpointError, match=r"1 unexpected: module\.old"):
+        match({**saved, **zeros("module.old")}, expected, partial="head.*")
+    assert list(match({**saved, **zeros("module.old")}, expected, partial=["head.*", "old"])) == ["body.weight"]
+
+
+def test_a_pattern_that_means_nothing_is_refused():
+    with pytest.raises(CheckpointError, match=r"partial has 'haed\.\*', which no name of the model"):
+        match(zeros("body.w"), zeros("body.w", "head.w"), partial="haed.*")
+
+
+def test_beginnings_of_names_are_suggested_and_work():
+    saved, expected = zeros("model.a.w", "model.b.w", "loss.w"), zeros("a.w", "b.w")
+    with pytest.raises(CheckpointError) as caught:
+        match(saved, expected)
+    assert "pass rename={'model.': ''}" in str(caught.value)
+    assert list(match(saved, expected, rename={"model.": ""}, partial="loss.*")) == ["a.w", "b.w"]
+    assert numbers(match(numbered("module.model.a.w"), zeros("a.w"), rename={"module.model.": ""})) == {"a.w": 0}
+    with pytest.raises(CheckpointError) as caught:
+        match(zeros("a.w", "b.w"), zeros("net.a.w", "net.b.w"))
+    assert "pass rename={'': 'net.'}" in str(caught.value)
+    assert list(match(zeros("a.w", "b.w"), zeros("net.a.w", "net.b.w"), rename={"": "net."})) == ["net.a.w", "net.b.w"]
+
+
+def test_the_longest_beginning_and_a_whole_name_go_first():
+    saved = numbered("a.b.w", "a.w", "a.v")
+    rename = {"a.": "x.", "a.b.": "y.", "a.v": "z"}
+    assert numbers(match(saved, zeros("y.w", "x.w", "z"), rename=rename)) == {"y.w": 0, "x.w": 1, "z": 2}
+    with pytest.raises(CheckpointError, match=r"rename has q\., which the file does not hold"):
+        match(saved, zeros("w"), rename={"q.": ""})
+
+
+def test_a_tied_weight_that_is_stored_once_fills_all_its_names():
+    shared = torch.zeros(2)
+    expected = {"embed.weight": shared, "head.weight": shared, "other": torch.zeros(2)}
+    for kept in ("embed.weight", "head.weight"):
+        found = match(numbered(kept, "other"), expected)
+        assert numbers(found) == {"embed.weight": 0, "head.weight": 0, "other": 1}
+    with pytest.raises(CheckpointError, match="1 missing: other"):
+        match(numbered("embed.weight"), expected)
+
+
+name = st.sampled_from(["a", "b", "module", "_orig_mod", "w", "head"])
+names = st.lists(st.lists(name, min_size=1, max_size=4).map(".".join), min_size=1, max_size=6, unique=True)
+
+
+@given(own=names, wrap=st.sampled_from(["", "module.", "_orig_mod.", "_forward_module.", "module._orig_mod."]))
+def test_any_models_own_names_load_bare_or_wrapped(own, wrap):
+    expected = zeros(*own)
+    saved = {wrap + one: torch.full((2,), float(number)) for number, one in enumerate(own)}
+    assert numbers(match(saved, expected)) == {one: number for number, one in enumerate(own)}

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from samestep.checkpoint.optimizer import name_optimizer
+from samestep.checkpoint.optimizer import unnamed
 from samestep.checkpoint.peers import Foreign
 from samestep.checkpoint.storage import Store
 from samestep.errors import CheckpointError
 
 __all__ = ["adopt", "strip_prefix"]
-
-_BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
 
 
 def adopt(
@@ -24,7 +20,8 @@ def adopt(
     """Write the first checkpoint of the run in `directory`; its path.
 
     The run that continues it begins at the start of epoch `epoch`: another program's order of samples cannot be continued
-    in its middle. Its script prepares as many models, optimizers and schedules as the checkpoint holds.
+    in its middle. Its script prepares as many models, optimizers and schedules as the checkpoint holds, and gives the
+    optimizers their parameters in the order they had (that of `model.parameters()`, nearly always).
 
     Args:
         foreign: from `read_foreign`.
@@ -34,7 +31,7 @@ def adopt(
         step: optimizer steps done; likewise.
 
     Raises:
-        CheckpointError: when there are checkpoints, or an optimizer's state cannot be given names.
+        CheckpointError: when there are checkpoints, or the other one holds what JSON and tensors do not.
     """
     store = Store(directory / "checkpoints", keep_last=None)
     if steps := store.steps():
@@ -50,7 +47,7 @@ def adopt(
     for number, model in enumerate(foreign.models):
         state[f"model{number}"] = model
     for number, optimizer in enumerate(foreign.optimizers):
-        state[f"optimizer{number}"] = _named(optimizer, foreign, number)
+        state[f"optimizer{number}"] = unnamed(optimizer)
     for number, schedule in enumerate(foreign.schedules):
         state[f"schedule{number}"] = schedule
     meta = {
@@ -62,31 +59,6 @@ def adopt(
         "imported": foreign.kind,
     }
     return store.save(step, state, meta)
-
-
-def _named(optimizer: Mapping[str, Any], foreign: Foreign, number: int) -> dict[str, Any]:
-    """By name: of the model with the optimizer's number, or of all models."""
-    several = len(foreign.models) > 1
-    shapes = [_parameters(model, f"{n}:" if several else "") for n, model in enumerate(foreign.models)]
-    if several and len(foreign.optimizers) == len(foreign.models):
-        return name_optimizer(optimizer, shapes[number])
-    return name_optimizer(optimizer, {name: shape for one in shapes for name, shape in one.items()})
-
-
-def _parameters(model: Mapping[str, Any], begin: str) -> dict[str, torch.Size]:
-    """A state_dict's parameters: all of its floating tensors but BatchNorm's buffers, tied ones once."""
-    return {f"{begin}{name}": value.shape for name, value in _distinct(model)}
-
-
-def _distinct(model: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
-    seen = set()
-    for name, value in model.items():
-        if not isinstance(value, torch.Tensor) or not (value.is_floating_point() or value.is_complex()):
-            continue
-        place = (value.data_ptr(), value.shape, value.stride()) if value.numel() else name
-        if name.rpartition(".")[2] not in _BUFFERS and place not in seen:
-            seen.add(place)
-            yield name, value
 
 
 def strip_prefix(model: Mapping[str, Any], prefix: str) -> tuple[dict[str, Any], list[str]]:

@@ -10,10 +10,11 @@ from torch.optim import Optimizer
 
 from samestep.errors import CheckpointError
 
-__all__ = ["name_optimizer", "number_optimizer", "optimizer_from_names", "optimizer_to_names"]
+__all__ = ["number_optimizer", "optimizer_from_names", "optimizer_to_names", "unnamed"]
 
 # How a step is computed, and what the parameters are called, belong to the live optimizer; the rest is what is computed.
 _LIVE = frozenset({"params", "param_names", "foreach", "fused", "capturable"})
+_NUMBERED = "numbered"
 _SHOWN = 10
 
 
@@ -55,11 +56,13 @@ def optimizer_from_names(optimizer: Optimizer, names: Mapping[int, str], saved: 
     Args:
         optimizer: with the same groups of the same parameters, in any order within a group.
         names: {id of a parameter: its name}.
-        saved: from `optimizer_to_names`.
+        saved: from `optimizer_to_names`, or from `unnamed`.
 
     Raises:
         CheckpointError: when the groups or their parameters are not the same.
     """
+    if isinstance(saved, Mapping) and _NUMBERED in saved:
+        saved = _named(optimizer, names, saved[_NUMBERED])
     current = optimizer.state_dict()
     try:
         groups, values = list(saved["groups"]), dict(saved["state"])
@@ -135,8 +138,10 @@ def number_optimizer(saved: Mapping[str, Any]) -> dict[str, Any]:
     """A torch optimizer's own state_dict from state by name, for programs that load one; the tensors are not copied.
 
     Args:
-        saved: from `optimizer_to_names`.
+        saved: from `optimizer_to_names` or `unnamed`.
     """
+    if _NUMBERED in saved:
+        return dict(saved[_NUMBERED])
     numbers: dict[str, int] = {}
     groups = []
     for group in saved["groups"]:
@@ -145,53 +150,47 @@ def number_optimizer(saved: Mapping[str, Any]) -> dict[str, Any]:
     return {"state": {numbers[name]: values for name, values in saved["state"].items()}, "param_groups": groups}
 
 
-def name_optimizer(saved: Mapping[str, Any], shapes: Mapping[str, torch.Size]) -> dict[str, Any]:
-    """State by name from a torch optimizer's state_dict, whose parameters have numbers only.
+def unnamed(saved: Mapping[str, Any]) -> dict[str, Any]:
+    """Another program's optimizer state_dict as `optimizer_from_names` takes it: names come from the live optimizer."""
+    return {_NUMBERED: dict(saved)}
 
-    A state_dict of several groups that keeps no names says nothing of which parameter is which, and is refused.
 
-    Args:
-        saved: the state_dict of another program's optimizer.
-        shapes: {name: shape} of the model's parameters in the order of `model.parameters()`.
+def _named(optimizer: Optimizer, names: Mapping[int, str], saved: Mapping[str, Any]) -> dict[str, Any]:
+    """State by name from a torch state_dict, whose parameters are numbered in the order in which the live one has them.
 
     Raises:
-        CheckpointError: when number and shapes do not fit these parameters.
+        CheckpointError: when groups, numbers or shapes do not fit.
     """
+    live = [group["params"] for group in optimizer.param_groups]
     try:
         groups, state = list(saved["param_groups"]), dict(saved["state"])
         numbers = [list(group["params"]) for group in groups]
-        named = [list(group.get("param_names") or ()) for group in groups]
     except (KeyError, TypeError, ValueError, AttributeError) as e:
-        raise _unnamed(f"it is no torch optimizer's state_dict ({type(e).__name__}: {e})") from None
-    if not any(named):
-        if len(groups) != 1:
-            raise _unnamed(f"it has {len(groups)} parameter groups without names")
-        named = [[*shapes]]
-    if [len(names) for names in named] != [len(own) for own in numbers]:
-        raise _unnamed(f"it has {sum(map(len, numbers))} parameters, the model {len(shapes)}")
-    known = {
-        number: name for own, names in zip(numbers, named, strict=True) for number, name in zip(own, names, strict=True)
-    }
+        raise _misfit(f"it is no torch optimizer's state_dict ({type(e).__name__}: {e})") from None
+    if [len(own) for own in numbers] != [len(own) for own in live]:
+        raise _misfit(f"it has groups of {[*map(len, numbers)]} parameters, this one of {[*map(len, live)]}")
+    pairs = [pair for old, own in zip(numbers, live, strict=True) for pair in zip(old, own, strict=True)]
+    params = dict(pairs)
     for number, values in state.items():
-        name = known.get(number, "")
-        if name not in shapes or not isinstance(values, Mapping):
-            raise _unnamed(f"it has state for {number!r} ({name})")
+        if number not in params or not isinstance(values, Mapping):
+            raise _misfit(f"it has state for {number!r}, which is no parameter")
         for key, value in values.items():
-            if isinstance(value, torch.Tensor) and value.dim() and value.numel() > 1 and value.shape != shapes[name]:
-                raise _unnamed(f"its {key} for {name} is {tuple(value.shape)}, the parameter {tuple(shapes[name])}")
-    skipped = ("params", "param_names")
+            shape = params[number].shape
+            if isinstance(value, torch.Tensor) and value.numel() > 1 and value.dim() and value.shape != shape:
+                raise _misfit(f"{key} of parameter {number} is {tuple(value.shape)}, the parameter {tuple(shape)}")
+    called = dict(zip(params, _names([*params.values()], names, 0), strict=True))
     return {
         "groups": [
-            {"names": names, **{key: value for key, value in group.items() if key not in skipped}}
-            for names, group in zip(named, groups, strict=True)
+            {**{key: value for key, value in group.items() if key not in _LIVE}, "names": [called[n] for n in own]}
+            for own, group in zip(numbers, groups, strict=True)
         ],
-        "state": {known[number]: dict(values) for number, values in state.items()},
+        "state": {called[number]: values for number, values in state.items()},
     }
 
 
-def _unnamed(why: str) -> CheckpointError:
+def _misfit(why: str) -> CheckpointError:
     return CheckpointError(
-        f"the optimizer's state cannot be given names: {why}",
-        "its parameters have numbers, in the order of model.parameters()",
-        "import the weights alone (into a .safetensors file), or load the state into the optimizer before run.prepare",
+        f"the imported optimizer state does not fit: {why}",
+        "its parameters have numbers only, in the order in which the optimizer was given them",
+        "build the optimizer as the other program did, or import --without-optimizer",
     )

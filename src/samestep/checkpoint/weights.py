@@ -31,7 +31,7 @@ class Loaded:
     left: list[str]
     """The model's names that kept their own values."""
     unused: list[str]
-    """The file's names that went nowhere."""
+    """The file's names that went nowhere, sorted."""
 
     def __str__(self) -> str:
         parts = [f"{len(self.loaded)} of {len(self.loaded) + len(self.left)} tensors loaded from {self.path}"]
@@ -95,7 +95,8 @@ def load_weights(
     left = {name: value for name, value in state.items() if name not in found}
     model.load_state_dict({**found, **left}, strict=True)
     used = {id(value) for value in found.values()}
-    return Loaded(Path(path), [*found], [*left], [name for name, value in saved.items() if id(value) not in used])
+    unused = sorted(name for name, value in saved.items() if id(value) not in used)
+    return Loaded(Path(path), [*found], [*left], unused)
 
 
 def _check_kind(name: str, value: Any, own: Any) -> None:

@@ -129,7 +129,7 @@ def _import(arguments: argparse.Namespace) -> int:
 
 
 def _stripped(foreign: Any, prefix: str) -> tuple[Any, list[str]]:
-    """Names without the prefix; the optimizers' numbers stand for what is left, so all parameters must have it."""
+    """Names without the prefix; the optimizers' parameters have numbers only, and those stay."""
     from samestep.checkpoint.adopt import strip_prefix
 
     models, left = [], []
