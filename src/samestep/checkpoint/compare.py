@@ -63,6 +63,10 @@ def compare(a: Checkpoint, b: Checkpoint) -> CheckpointDifference:
     for side in (a, b):
         if wrong := fault(side.path):
             raise CheckpointError(f"{side.path} is damaged: {'; '.join(wrong)}", "", "compare whole checkpoints")
+        if side.manifest.meta.get("layout") == "sharded":
+            raise CheckpointError(
+                f"{side.path} is sharded", "whole tensors are compared", "export both, and compare the files"
+            )
     ours, theirs = ({info.name: info for info in tensor_infos(side)} for side in (a, b))
     found, num_same = [], 0
     with contextlib.ExitStack() as stack:

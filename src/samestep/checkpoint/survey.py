@@ -206,6 +206,8 @@ def tensor_infos(checkpoint: Checkpoint) -> list[TensorInfo]:
                 for name in content.keys():  # noqa: SIM118 (it is no dict, and cannot be iterated)
                     part = content.get_slice(name)
                     info = _info(name, part.get_dtype(), tuple(part.get_shape()), file)
+                    before = held[name].num_bytes if name in held else 0  # of a sharded tensor's other shards
+                    info = dataclasses.replace(info, num_bytes=info.num_bytes + before)
                     held[name] = dataclasses.replace(info, **special.get(name, {}))
         except (OSError, safetensors.SafetensorError) as e:
             raise CheckpointError(
@@ -224,7 +226,7 @@ def _info(name: str, dtype: str, shape: tuple[int, ...], file: str) -> TensorInf
 
 
 def _special(value: Any) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Tensors whose dtype safetensors lacks: the manifest says what their bytes are."""
+    """Tensors whose dtype safetensors lacks, or that are sharded: the manifest says what their bytes are."""
     if isinstance(value, dict):
         if isinstance(value.get("$"), str) and isinstance(value.get("is"), str) and "dtype" in value:
             yield value["is"], {"dtype": str(value["dtype"]), "shape": tuple(value.get("shape", ()))}
@@ -250,7 +252,7 @@ def _outline(value: Any, held: dict[str, TensorInfo]) -> Any:
     if "$" not in value:
         return {name: _outline(item, held) for name, item in value.items()}
     kind, content = value["$"], value.get("is", [])
-    if kind in ("tensor", "array", "scalar"):
+    if kind in ("tensor", "array", "scalar", "sharded"):
         return held.get(str(content), content)
     if kind in ("dict", "counter"):
         return {name: _outline(item, held) for name, item in content}

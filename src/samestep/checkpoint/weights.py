@@ -16,7 +16,7 @@ from samestep.checkpoint.storage import Checkpoint
 from samestep.checkpoint.survey import find
 from samestep.errors import CheckpointError
 
-__all__ = ["Loaded", "load_weights", "model_of", "read_weights"]
+__all__ = ["Loaded", "load_weights", "load_whole", "model_of", "read_weights"]
 
 _SHOWN = 10
 
@@ -148,7 +148,7 @@ def model_of(checkpoint: Checkpoint, *, ema: bool = False, number: int = 0) -> d
     Raises:
         CheckpointError: when the checkpoint is damaged, or holds no such model or average.
     """
-    state = checkpoint.load()
+    state = load_whole(checkpoint)
     part = f"{'ema' if ema else 'model'}{number}"
     if f"model{number}" not in state or part not in state:
         raise CheckpointError(
@@ -160,6 +160,19 @@ def model_of(checkpoint: Checkpoint, *, ema: bool = False, number: int = 0) -> d
         by_id = {id(model[name]): value for name, value in averages.items()}  # tied names hold one tensor
         model = {name: by_id.get(id(value), value) for name, value in model.items()}
     return model
+
+
+def load_whole(checkpoint: Checkpoint) -> Any:
+    """The nested state of a checkpoint, put together from its shards if it has them.
+
+    Raises:
+        CheckpointError: when it is damaged.
+    """
+    if checkpoint.manifest.meta.get("layout") != "sharded":
+        return checkpoint.load()
+    from samestep.checkpoint.dcp import assemble  # imports much of torch.distributed
+
+    return assemble(checkpoint)
 
 
 def _own_names(averages: Mapping[str, torch.Tensor], model: Mapping[str, Any], where: str) -> dict[str, torch.Tensor]:

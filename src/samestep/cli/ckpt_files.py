@@ -67,7 +67,7 @@ def _export(arguments: argparse.Namespace) -> int:
     from samestep.checkpoint.foreign import write_safetensors, write_torch_file
     from samestep.checkpoint.optimizer import number_optimizer
     from samestep.checkpoint.survey import find
-    from samestep.checkpoint.weights import model_of
+    from samestep.checkpoint.weights import load_whole, model_of
 
     out: Path = arguments.out
     kind = _SUFFIXES.get(out.suffix)
@@ -86,7 +86,7 @@ def _export(arguments: argparse.Namespace) -> int:
             raise CheckpointError(f"{odd[0]} is no tensor", "a safetensors file holds tensors only", "export to .pt")
         write_safetensors(out, model, {"samestep_step": str(manifest.step)})
     else:
-        saved = checkpoint.load().get(f"optimizer{arguments.model}")
+        saved = load_whole(checkpoint).get(f"optimizer{arguments.model}")
         epoch = manifest.meta.get("position", {}).get("epoch")
         optimizer = number_optimizer(saved) if saved is not None else None
         write_torch_file(out, model, optimizer, epoch, short_keys=not arguments.long_keys)
