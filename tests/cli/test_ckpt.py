@@ -370,7 +370,7 @@ def test_wrong_usage_exits_with_2(words: list[str], capsys: pytest.CaptureFixtur
     assert caught.value.code == 2
 
 
-@pytest.mark.parametrize("command", [*COMMANDS, "import"])
+@pytest.mark.parametrize("command", [*COMMANDS, "import", "push", "pull"])
 def test_each_command_has_help_with_an_example(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         ckpt(command, "--help")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -56,6 +57,66 @@ def add_arguments(add: Add) -> None:
         "--epoch", type=int, metavar="N", help="for a run: epochs finished (default: as SOURCE says, or 0)"
     )
     into.add_argument("--force", action="store_true", help="replace FILE if it is there")
+
+    up = add(
+        "push",
+        _push,
+        "copy checkpoints to remote storage (S3 and others, through fsspec)",
+        "  samestep ckpt push runs/digits s3://bucket/digits --all --keep-last 3\n",
+    )
+    up.add_argument("run", type=Path, metavar="RUN", help="a run's directory, or one checkpoint's")
+    up.add_argument("url", metavar="URL", help="such as s3://bucket/folder; needs pip install 'samestep[remote]'")
+    up.add_argument("--step", type=int, metavar="N", help="which of the run's (default: the newest whole one)")
+    up.add_argument("--replace", action="store_true", help="replace another checkpoint of the same step")
+    up.add_argument("--all", action="store_true", help="push every whole one that URL lacks")
+    up.add_argument(
+        "--keep-last", type=int, metavar="N", help="with --all: delete URL's oldest beyond N (default: none)"
+    )
+
+    down = add(
+        "pull",
+        _pull,
+        "copy a checkpoint from remote storage into a run's directory",
+        "  samestep ckpt pull s3://bucket/digits --list\n  samestep ckpt pull s3://bucket/digits runs/digits\n",
+    )
+    down.add_argument("url", metavar="URL", help="where it was pushed to")
+    down.add_argument("run", type=Path, nargs="?", metavar="RUN", help="a run's directory, new or not")
+    down.add_argument("--step", type=int, metavar="N", help="which (default: the newest that arrives whole)")
+    down.add_argument("--list", action="store_true", help="say what URL holds, copy nothing")
+
+
+def _push(arguments: argparse.Namespace) -> int:
+    from samestep.checkpoint.remote import Remote, mirror
+    from samestep.checkpoint.survey import checkpoint_directory, find
+
+    if arguments.all:
+        if arguments.step is not None or arguments.replace:
+            raise ConfigError("got --all with --step or --replace", "--all pushes what URL lacks", "drop one of them")
+        steps = mirror(checkpoint_directory(arguments.run), arguments.url, arguments.keep_last)
+        print(f"pushed {len(steps)}: {', '.join(map(str, steps)) or 'all were there'}")
+        return 0
+    if arguments.keep_last is not None:
+        raise ConfigError("got --keep-last without --all", "it is for copies of a whole run", "add --all")
+    checkpoint = find(arguments.run, arguments.step)
+    new = Remote(arguments.url).push(checkpoint.path, replace=arguments.replace)
+    print(f"step {checkpoint.manifest.step} {'pushed' if new else 'was there already'}")
+    return 0
+
+
+def _pull(arguments: argparse.Namespace) -> int:
+    from samestep.checkpoint.remote import Remote
+
+    remote = Remote(arguments.url)
+    if arguments.list:
+        for step in remote.steps():
+            manifest = remote.manifest(step)
+            print(f"{step}  {manifest.created}  {sum(entry['bytes'] for entry in manifest.files.values())} bytes")
+        return 0
+    if arguments.run is None:
+        raise ConfigError("got no RUN", "a checkpoint is copied into a run's directory", "pass one, or --list")
+    path = remote.pull(arguments.run / "checkpoints", arguments.step, lambda text: print(text, file=sys.stderr))
+    print(f"{path}: whole")
+    return 0
 
 
 def _refuse_existing(out: Path, force: bool) -> None:
