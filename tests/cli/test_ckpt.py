@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import shutil
@@ -11,9 +12,12 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from torch import nn
 
 import samestep
+from samestep.checkpoint.storage import Checkpoint, Store
 from samestep.cli.main import main
 
 
@@ -343,6 +347,53 @@ def test_links_pipes_and_monsters_are_refused_in_one_line_and_wait_for_nothing(
     assert "step        4" in capsys.readouterr().out
 
 
+def forge(path: Path, **fields: Any) -> None:
+    """Other fields of a manifest, with a right digest: what an attacker, or a bug, would write."""
+    old = Checkpoint.open(path).manifest
+    (path / "manifest.json").write_text(dataclasses.replace(old, **fields).to_text())
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers(-5, 5) | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=5)
+    | st.sampled_from(["model0", "tensor", "model0.w", "F32", "sharded"]),
+    lambda inner: st.lists(inner, max_size=3)
+    | st.dictionaries(st.sampled_from(["model0", "ema0", "averages", "config", "x"]), inner, max_size=3)
+    | st.fixed_dictionaries(
+        {"$": st.sampled_from(["tensor", "sharded", "dict", "tuple", "float", "scalar", "bytes", "no"]), "is": inner},
+        optional={"dtype": inner, "shape": inner},
+    ),
+    max_leaves=8,
+)  # fmt: skip
+META = st.dictionaries(st.sampled_from(["config", "position", "loaders", "precision", "world_size", "layout"]), JSON)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(state=JSON, meta=META, aliases=st.dictionaries(st.text(max_size=3), st.just("model0.w"), max_size=2))
+def test_whatever_a_manifest_says_each_command_ends_with_a_line(
+    tmp_path: Path, state: Any, meta: Any, aliases: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.rmtree(tmp_path, ignore_errors=True)
+    path = Store(tmp_path / "checkpoints").save(1, {"model0": {"w": torch.zeros(2)}}, {})
+    forge(path, state=state, meta=meta, aliases=aliases)
+    for command in COMMANDS:
+        assert ckpt(*words_for(command, tmp_path, tmp_path)) in (0, 1, 2)
+        captured = capsys.readouterr()
+        assert captured.err.count("\n") <= 1
+        assert "\x1b" not in captured.out
+
+
+@pytest.mark.parametrize("name", ["../secret", "/etc/passwd", "a/b", "..", ".hidden", ""])
+def test_a_manifest_that_names_a_file_elsewhere_is_refused(
+    run_dir: Path, tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = checkpoint(run_dir)
+    forge(path, files={name: {"bytes": 1, "sha256": "0" * 64}})
+    assert ckpt("verify", path) == 1
+    assert "is not a plain file name" in capsys.readouterr().out
+    assert ckpt("push", path, tmp_path / "remote") == 1
+    assert not (tmp_path / "remote").exists()
+
+
 def test_a_checkpoint_that_is_a_link_is_not_followed_nor_its_target_deleted(run_dir: Path) -> None:
     outside = run_dir / "outside"
     checkpoint(run_dir, 0).rename(outside)
@@ -353,8 +404,6 @@ def test_a_checkpoint_that_is_a_link_is_not_followed_nor_its_target_deleted(run_
 
 
 def test_a_name_cannot_write_to_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from samestep.checkpoint.storage import Store
-
     Store(tmp_path / "checkpoints").save(
         1, {"model0": {"\x1b[2Jw": torch.zeros(1)}, "\x1b]0;x": 1}, {"precision": "\x1b[31m"}
     )

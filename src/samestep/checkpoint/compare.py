@@ -11,7 +11,7 @@ import safetensors
 import torch
 
 from samestep.checkpoint.storage import Checkpoint
-from samestep.checkpoint.survey import TensorInfo, fault, outline, tensor_infos
+from samestep.checkpoint.survey import TensorInfo, fault, meta_part, outline, tensor_infos
 from samestep.errors import CheckpointError
 
 __all__ = ["CheckpointDifference", "TensorDifference", "compare"]
@@ -128,7 +128,7 @@ def _settings(a: Checkpoint, b: Checkpoint) -> dict[str, tuple[Any, Any]]:
     sides = []
     for side in (a, b):
         meta = {name: value for name, value in side.manifest.meta.items() if name != "position"}
-        meta["config"] = {name: value for name, value in meta.get("config", {}).items() if name != "directory"}
+        meta["config"] = {name: value for name, value in meta_part(side, "config").items() if name != "directory"}
         sides.append(dict(_flat({**meta, "versions": side.manifest.versions}, "")))
     return _different(*sides)
 

@@ -210,7 +210,11 @@ def _recorded(checkpoint: Checkpoint) -> Iterator[tuple[str, tuple[str, tuple[in
 
     def walk(tree: Any) -> Iterator[tuple[str, tuple[str, tuple[int, ...]]]]:
         if isinstance(tree, dict) and tree.get("$") == _SHARDED:
-            yield tree["is"], (tree["dtype"], tuple(tree["shape"]))
+            name, dtype, shape = tree.get("is"), tree.get("dtype"), tree.get("shape")  # anything, in a forged one
+            known = isinstance(name, str) and isinstance(dtype, str) and dtype in STORED_DTYPES.values()
+            if not known or not isinstance(shape, list) or not all(type(n) is int and n >= 0 for n in shape):
+                raise CheckpointError(f"{checkpoint.path}: the entry {tree!r:.200} is no tensor's", "", "use another")
+            yield str(name), (str(dtype), tuple(shape))
         elif isinstance(tree, dict | list):
             for item in tree.values() if isinstance(tree, dict) else tree:
                 yield from walk(item)

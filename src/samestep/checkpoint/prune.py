@@ -6,7 +6,7 @@ import os
 import shutil
 from pathlib import Path
 
-from samestep.checkpoint.survey import Entry, entries
+from samestep.checkpoint.survey import Entry, entries, meta_part
 from samestep.errors import CheckpointError
 
 __all__ = ["plan_pruning", "prune"]
@@ -36,8 +36,8 @@ def plan_pruning(directory: Path, keep_last: int | None = None, *, damaged: bool
     newest = whole[-1].checkpoint
     assert newest is not None
     if keep_last is None:
-        config = newest.manifest.meta.get("config", {})
-        keep_last = config.get("keep_last", 3) or len(whole)  # None keeps all
+        recorded = meta_part(newest, "config").get("keep_last", 3)
+        keep_last = recorded if type(recorded) is int and recorded >= 1 else len(whole)  # None keeps all
     kept = whole[-keep_last:]
     doomed = [
         entry

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import stat
@@ -14,7 +15,9 @@ import safetensors
 from samestep.checkpoint.storage import Checkpoint, Store, verify
 from samestep.errors import CheckpointError
 
-__all__ = ["Entry", "TensorInfo", "checkpoint_directory", "entries", "fault", "find", "outline", "tensor_infos"]
+__all__ = [
+    "Entry", "TensorInfo", "checkpoint_directory", "entries", "fault", "find", "meta_part", "outline", "tensor_infos",
+]  # fmt: skip
 
 _MANIFEST = "manifest.json"
 _MAX_MANIFEST_BYTES = 1 << 28
@@ -197,7 +200,8 @@ def tensor_infos(checkpoint: Checkpoint) -> list[TensorInfo]:
         CheckpointError: when a file is no safetensors file, or lacks a tensor that the manifest names.
     """
     held: dict[str, TensorInfo] = {}
-    special = dict(_special(checkpoint.manifest.state))
+    with _understanding(checkpoint):
+        special = dict(_special(checkpoint.manifest.state))
     for file in checkpoint.manifest.files:
         if not file.endswith(".safetensors"):
             continue
@@ -240,8 +244,28 @@ def _special(value: Any) -> Iterator[tuple[str, dict[str, Any]]]:
 def outline(checkpoint: Checkpoint) -> dict[str, Any]:
     """The checkpoint's nested state with `TensorInfo` in place of tensors: {"model0": {...}, "optimizer0": {...}, ...}."""
     held = {info.name: info for info in tensor_infos(checkpoint)}
-    state = _outline(checkpoint.manifest.state, held)
+    with _understanding(checkpoint):
+        state = _outline(checkpoint.manifest.state, held)
     return state if isinstance(state, dict) else {}
+
+
+@contextlib.contextmanager
+def _understanding(checkpoint: Checkpoint) -> Iterator[None]:
+    """A manifest with a right digest may still hold what no version of samestep wrote."""
+    try:
+        yield
+    except (TypeError, ValueError, KeyError, RecursionError) as e:
+        raise CheckpointError(
+            f"the state in {checkpoint.path / _MANIFEST} cannot be understood ({type(e).__name__}: {str(e)[:200]})",
+            "it is what samestep.checkpoint.tree makes",
+            "use another checkpoint",
+        ) from None
+
+
+def meta_part(checkpoint: Checkpoint, name: str) -> dict[str, Any]:
+    """A part of the manifest's meta that is a dict, such as "config"; empty if it is not there, or something else."""
+    part = checkpoint.manifest.meta.get(name)
+    return part if isinstance(part, dict) else {}
 
 
 def _outline(value: Any, held: dict[str, TensorInfo]) -> Any:

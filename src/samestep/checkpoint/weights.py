@@ -150,13 +150,14 @@ def model_of(checkpoint: Checkpoint, *, ema: bool = False, number: int = 0) -> d
     """
     state = load_whole(checkpoint)
     part = f"{'ema' if ema else 'model'}{number}"
-    if f"model{number}" not in state or part not in state:
+    if not isinstance(state, dict) or not all(isinstance(state.get(n), dict) for n in (f"model{number}", part)):
+        state = state if isinstance(state, dict) else {}
         raise CheckpointError(
-            f"{checkpoint.path} holds no {part}", f"it has {', '.join(sorted(state))}", "pass another"
+            f"{checkpoint.path} holds no {part}", f"it has {', '.join(map(str, state)) or 'nothing'}", "pass another"
         )
     model: dict[str, Any] = dict(state[f"model{number}"])
     if ema:
-        averages = _own_names(state[part]["averages"], model, str(checkpoint.path))
+        averages = _own_names(state[part].get("averages") or {}, model, str(checkpoint.path))
         by_id = {id(model[name]): value for name, value in averages.items()}  # tied names hold one tensor
         model = {name: by_id.get(id(value), value) for name, value in model.items()}
     return model

@@ -221,7 +221,7 @@ def _show(arguments: argparse.Namespace) -> int:
 
 
 def _contents(checkpoint: Checkpoint, which: str) -> dict[str, Any]:
-    from samestep.checkpoint.survey import outline, tensor_infos
+    from samestep.checkpoint.survey import meta_part, outline, tensor_infos
 
     manifest, infos = checkpoint.manifest, tensor_infos(checkpoint)
     shown = [info for info in infos if which == "all" or (which == "models" and info.name.startswith("model"))]
@@ -234,8 +234,8 @@ def _contents(checkpoint: Checkpoint, which: str) -> dict[str, Any]:
         "precision": meta.get("precision"),
         "world_size": meta.get("world_size"),
         "position": meta.get("position"),
-        "loaders": meta.get("loaders", {}),
-        "config": meta.get("config", {}),
+        "loaders": meta_part(checkpoint, "loaders"),
+        "config": meta_part(checkpoint, "config"),
         "files": {name: entry["bytes"] for name, entry in manifest.files.items()},
         "values": {name: _without_tensors(part) for name, part in outline(checkpoint).items()},
         "tensors": [dataclasses.asdict(info) for info in shown],

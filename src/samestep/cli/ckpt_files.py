@@ -18,6 +18,11 @@ Add = Callable[[str, Callable[[argparse.Namespace], int], str, str], Any]
 
 def add_arguments(add: Add) -> None:
     """Declare the commands; `add` makes a parser of a name, a function, a help text and an example."""
+    _add_files(add)
+    _add_remote(add)
+
+
+def _add_files(add: Add) -> None:
     out = add(
         "export",
         _export,
@@ -58,6 +63,8 @@ def add_arguments(add: Add) -> None:
     )
     into.add_argument("--force", action="store_true", help="replace FILE if it is there")
 
+
+def _add_remote(add: Add) -> None:
     up = add(
         "push",
         _push,
@@ -127,7 +134,7 @@ def _refuse_existing(out: Path, force: bool) -> None:
 def _export(arguments: argparse.Namespace) -> int:
     from samestep.checkpoint.foreign import write_safetensors, write_torch_file
     from samestep.checkpoint.optimizer import number_optimizer
-    from samestep.checkpoint.survey import find
+    from samestep.checkpoint.survey import find, meta_part
     from samestep.checkpoint.weights import load_whole, model_of
 
     out: Path = arguments.out
@@ -148,7 +155,7 @@ def _export(arguments: argparse.Namespace) -> int:
         write_safetensors(out, model, {"samestep_step": str(manifest.step)})
     else:
         saved = load_whole(checkpoint).get(f"optimizer{arguments.model}")
-        epoch = manifest.meta.get("position", {}).get("epoch")
+        epoch = meta_part(checkpoint, "position").get("epoch")
         optimizer = number_optimizer(saved) if saved is not None else None
         write_torch_file(out, model, optimizer, epoch, short_keys=not arguments.long_keys)
     what = "averages" if arguments.ema else "weights"
