@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
+import shlex
 import shutil
 from pathlib import Path
 from typing import Any
@@ -18,7 +20,8 @@ from torch import nn
 
 import samestep
 from samestep.checkpoint.storage import Checkpoint, Store
-from samestep.cli.main import main
+from samestep.cli import ckpt as cli
+from samestep.cli.main import Parser, main
 
 
 class Net(nn.Module):
@@ -410,6 +413,17 @@ def test_a_name_cannot_write_to_the_terminal(tmp_path: Path, capsys: pytest.Capt
     for command in ("ls", "show"):
         assert ckpt(command, tmp_path) == 0
         assert "\x1b" not in capsys.readouterr().out
+
+
+def test_the_pages_commands_are_commands() -> None:
+    page = (Path(__file__).parents[2] / "docs/ckpt.md").read_text()
+    lines = re.findall(r"^(?:    |\$ )samestep (ckpt .*)$", page, re.MULTILINE)
+    assert len(lines) >= 8
+    parser = Parser("samestep ckpt", None, "")
+    cli.add_arguments(parser)
+    for line in lines:
+        assert callable(parser.parse(shlex.split(line)[1:]).do)
+    assert {*re.findall(r"^\| `samestep ckpt (\w+)", page, re.MULTILINE)} == {*COMMANDS, "import", "push", "pull"}
 
 
 @pytest.mark.parametrize("words", [[], ["nosuch"], ["ls"], ["prune", "x", "--keep-last", "many"]])
