@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import pickle
 import shutil
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -252,3 +254,21 @@ def test_weights_alone_are_saved_and_loaded(tmp_path: Path) -> None:
     other, _ = build(sharded=False)
     load_sharded(tmp_path, other)
     assert all(torch.equal(value, other.state_dict()[name]) for name, value in net.state_dict().items())
+
+
+def die_while_saving(directory: str) -> None:
+    world = World("cpu", 60)
+    net, optimizer = build(sharded=True)
+    step(net, optimizer)
+    save_sharded(directory, 7, net, optimizer)
+    if world.rank == 1:
+        dcp._described = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+    save_sharded(directory, 8, net, optimizer)
+
+
+def test_a_rank_that_is_killed_leaves_the_checkpoint_before_it(tmp_path: Path) -> None:
+    with pytest.raises(RanksFailed) as caught:
+        run_ranks(die_while_saving, 2, str(tmp_path))
+    assert isinstance(caught.value.errors[0], CheckpointError), "the rank that lives says what failed"
+    assert verify(Store(tmp_path).path(7)) == []
+    assert Store(tmp_path).steps() == [7]

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from samestep.checkpoint.optimizer import optimizer_from_names, optimizer_to_names
+from samestep.checkpoint.optimizer import number_optimizer, optimizer_from_names, optimizer_to_names, unnamed
 from samestep.checkpoint.tree import flatten, unflatten
 from samestep.errors import CheckpointError
 
@@ -165,3 +165,34 @@ def test_state_that_belongs_to_no_parameter_is_refused():
     optimizer.state["global"] = {"count": 3}
     with pytest.raises(CheckpointError, match=r"SGD keeps state under \['global'\]"):
         optimizer_to_names(optimizer, names_of(model))
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+@pytest.mark.parametrize("way", ["out", "in"])
+def test_torchs_own_state_goes_out_and_in_and_trains_on_the_same(kind, way):
+    model, other = model_of(0), model_of(0)
+    groups = [{"params": [*model[0].parameters()], "lr": 0.05}, {"params": [*model[1].parameters()]}]
+    optimizer = OPTIMIZERS[kind](groups)
+    train(model, optimizer, range(2))
+    other.load_state_dict(model.state_dict())
+    again = OPTIMIZERS[kind]([{"params": [*other[0].parameters()]}, {"params": [*other[1].parameters()]}])
+    if way == "out":
+        again.load_state_dict(number_optimizer(through_a_file(optimizer_to_names(optimizer, names_of(model)))))
+    else:
+        optimizer_from_names(again, names_of(other), through_a_file(unnamed(optimizer.state_dict())))
+    for trained, its_own in ((model, optimizer), (other, again)):
+        train(trained, its_own, range(2, 4))
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
+
+
+def test_imported_state_that_does_not_fit_is_refused_and_changes_nothing():
+    model = model_of(0)
+    names, params = names_of(model), list(model.parameters())
+    optimizer = OPTIMIZERS["adamw"](params)
+    train(model, optimizer, range(1))
+    state = optimizer.state_dict()
+    refuses(r"groups of \[4\] parameters, this one of \[3\]", OPTIMIZERS["adamw"](params[:3]), names, unnamed(state))
+    refuses(r"exp_avg.* of parameter \d is", OPTIMIZERS["adamw"](params[::-1]), names, unnamed(state))
+    refuses("no torch optimizer's state_dict", optimizer, names, unnamed({"x": 1}))
+    refuses("state for 'lost'", optimizer, names, unnamed({**state, "state": {"lost": {}}}))
+    assert number_optimizer(unnamed(state)) == state

@@ -228,3 +228,30 @@ def test_a_truncated_safetensors_file_and_a_huge_header_are_refused(tmp_path: Pa
             read_foreign(tmp_path / "w.safetensors")
         with pytest.raises(CheckpointError, match="no safetensors file"):
             read_safetensors(tmp_path / "w.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ({"model": {"w": torch.zeros(1)}, "optimizer": [1]}, "optimizer that is no state_dict"),
+        (
+            {"pytorch-lightning_version": "2", "state_dict": {"w": torch.zeros(1)}, "optimizer_states": 3},
+            "no state_dict",
+        ),
+        ({"pytorch-lightning_version": "2", "state_dict": {"w": torch.zeros(1)}, "lr_schedulers": ["x"]}, "schedule"),
+        ({"pytorch-lightning_version": "2", "state_dict": 5}, "holds no weights"),
+        ({"pytorch-lightning_version": "2"}, "holds no weights"),
+    ],
+)
+def test_parts_of_the_wrong_type_are_refused(tmp_path: Path, content: Any, words: str) -> None:
+    torch.save(content, tmp_path / "w.pt")
+    with pytest.raises(CheckpointError, match=words):
+        read_foreign(tmp_path / "w.pt")
+
+
+def test_a_scale_that_is_none_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    source = lay_out(tmp_path, "accelerate")
+    torch.save({"scale": 1.0}, source / "scaler.pt")
+    with pytest.raises(CheckpointError, match="loss scale has no _growth_tracker, backoff_factor"):
+        adopt(read_foreign(source), tmp_path / "run")
+    assert not (tmp_path / "run").exists()

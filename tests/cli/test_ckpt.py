@@ -397,6 +397,21 @@ def test_a_manifest_that_names_a_file_elsewhere_is_refused(
     assert not (tmp_path / "remote").exists()
 
 
+def test_an_import_of_a_file_with_code_runs_nothing_and_is_refused_in_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Code:
+        def __reduce__(self) -> Any:
+            return (exec, (f"open({str(tmp_path / 'ran')!r}, 'w').close()",))
+
+    torch.save({"model": {"w": torch.zeros(1)}, "x": Code()}, tmp_path / "w.pt")
+    for out in ("out.safetensors", "run"):
+        assert ckpt("import", tmp_path / "w.pt", tmp_path / out) == 1
+        assert "loading runs no code" in capsys.readouterr().err
+        assert not (tmp_path / out).exists()
+    assert not (tmp_path / "ran").exists()
+
+
 def test_a_checkpoint_that_is_a_link_is_not_followed_nor_its_target_deleted(run_dir: Path) -> None:
     outside = run_dir / "outside"
     checkpoint(run_dir, 0).rename(outside)

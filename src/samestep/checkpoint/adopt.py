@@ -13,6 +13,8 @@ from samestep.errors import CheckpointError
 
 __all__ = ["adopt", "strip_prefix"]
 
+_SCALE = {"scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker"}
+
 
 def adopt(
     foreign: Foreign, directory: Path, *, seed: int = 0, epoch: int | None = None, step: int | None = None
@@ -39,6 +41,10 @@ def adopt(
             f"{store.directory} holds checkpoints (steps {steps[0]} to {steps[-1]})",
             "an import is the first checkpoint of a run",
             "pass a new directory",
+        )
+    if foreign.scaler is not None and (lost := _SCALE - foreign.scaler.keys()):
+        raise CheckpointError(
+            f"the imported loss scale has no {', '.join(sorted(lost))}", "it is torch.amp.GradScaler's", "leave it out"
         )
     epoch = foreign.epoch or 0 if epoch is None else epoch
     step = foreign.step or 0 if step is None else step

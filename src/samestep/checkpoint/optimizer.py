@@ -15,6 +15,8 @@ __all__ = ["number_optimizer", "optimizer_from_names", "optimizer_to_names", "un
 # How a step is computed, and what the parameters are called, belong to the live optimizer; the rest is what is computed.
 _LIVE = frozenset({"params", "param_names", "foreach", "fused", "capturable"})
 _NUMBERED = "numbered"
+# State of torch's optimizers that has the parameter's shape; other state may have any (Adafactor's row_var).
+_LIKE_PARAM = {"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "square_avg", "sum", "exp_inf", "prev"}
 _SHOWN = 10
 
 
@@ -174,9 +176,10 @@ def _named(optimizer: Optimizer, names: Mapping[int, str], saved: Mapping[str, A
     for number, values in state.items():
         if number not in params or not isinstance(values, Mapping):
             raise _misfit(f"it has state for {number!r}, which is no parameter")
-        for key, value in values.items():
-            shape = params[number].shape
-            if isinstance(value, torch.Tensor) and value.numel() > 1 and value.dim() and value.shape != shape:
+        shape = params[number].shape
+        for key in sorted(_LIKE_PARAM & values.keys()):
+            value = values[key]
+            if isinstance(value, torch.Tensor) and value.shape != shape:
                 raise _misfit(f"{key} of parameter {number} is {tuple(value.shape)}, the parameter {tuple(shape)}")
     called = dict(zip(params, _names([*params.values()], names, 0), strict=True))
     return {

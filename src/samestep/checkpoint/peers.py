@@ -38,6 +38,14 @@ class Foreign:
     unread: list[str]
     """Parts that were left alone, and why."""
 
+    def __post_init__(self) -> None:
+        parts = {"optimizer": self.optimizers, "schedule": self.schedules, "scaler": [self.scaler or {}]}
+        for name, states in parts.items():
+            if not isinstance(states, list) or not all(isinstance(state, dict) for state in states):
+                raise CheckpointError(
+                    f"{self.kind} has a {name} that is no state_dict", "a state_dict is a dict", "copy it again"
+                )
+
 
 def read_foreign(path: str | Path) -> Foreign:
     """Read another program's checkpoint; no code in it is run.
@@ -82,8 +90,8 @@ def _lightning(content: Mapping[str, Any], file: Path) -> Foreign:
     return Foreign(
         kind="a Lightning checkpoint",
         models=[model],
-        optimizers=list(content.get("optimizer_states") or []),
-        schedules=list(content.get("lr_schedulers") or []),
+        optimizers=content.get("optimizer_states") or [],
+        schedules=content.get("lr_schedulers") or [],
         scaler=scaler or None,
         epoch=_lightning_epoch(content),
         step=content["global_step"] if type(content.get("global_step")) is int else None,
