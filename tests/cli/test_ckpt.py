@@ -428,6 +428,9 @@ def test_a_name_cannot_write_to_the_terminal(tmp_path: Path, capsys: pytest.Capt
     for command in ("ls", "show"):
         assert ckpt(command, tmp_path) == 0
         assert "\x1b" not in capsys.readouterr().out
+    torch.save({"\x1b[2Jw": torch.zeros(1), "\x1b]0;y": 1}, tmp_path / "w.pt")
+    assert ckpt("import", tmp_path / "w.pt", tmp_path / "out") == 1
+    assert "\x1b" not in capsys.readouterr().err
 
 
 def test_the_pages_commands_are_commands() -> None:

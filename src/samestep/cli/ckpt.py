@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from samestep.cli import ckpt_files
+from samestep.cli.main import one_line
 from samestep.errors import SamestepError
 
 if TYPE_CHECKING:
@@ -132,8 +133,7 @@ def _console() -> Any:
 def _escape(value: Any) -> str:
     from rich.markup import escape
 
-    text = "".join(c if c.isprintable() else repr(c)[1:-1] for c in str(value))  # a name cannot move the cursor
-    return escape(text)
+    return escape(one_line(value))
 
 
 def size_text(num_bytes: int) -> str:
@@ -287,7 +287,7 @@ def _plain(value: Any) -> str:
     if isinstance(value, list):
         text = ", ".join(_plain(item) if not isinstance(item, dict) else f"({_plain(item)})" for item in value[:8])
         return f"[{text}{', ...' if len(value) > 8 else ''}]"
-    return "?" if value is None else "".join(c if c.isprintable() else repr(c)[1:-1] for c in str(value))
+    return "?" if value is None else one_line(value)
 
 
 # verify ---------------------------------------------------------------------------------------------------------------
@@ -325,7 +325,7 @@ def _diff(arguments: argparse.Namespace) -> int:
     except SamestepError as e:
         if os.environ.get("SAMESTEP_TRACEBACK") == "1":
             raise
-        print("samestep ckpt diff: error:", str(e).replace("\n", " "), file=sys.stderr)  # 1 would say "different"
+        print("samestep ckpt diff: error:", one_line(e), file=sys.stderr)  # 1 would say "different"
         return 2
     if arguments.json:
         _print_json({"same": found.same, **dataclasses.asdict(found)})

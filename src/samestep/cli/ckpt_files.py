@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from samestep.cli.main import one_line
 from samestep.errors import CheckpointError, ConfigError
 
 _SUFFIXES = {".safetensors": "safetensors", ".pt": "torch", ".pth": "torch", ".bin": "torch", ".ckpt": "torch"}
@@ -121,7 +122,7 @@ def _pull(arguments: argparse.Namespace) -> int:
         return 0
     if arguments.run is None:
         raise ConfigError("got no RUN", "a checkpoint is copied into a run's directory", "pass one, or --list")
-    path = remote.pull(arguments.run / "checkpoints", arguments.step, lambda text: print(text, file=sys.stderr))
+    path = remote.pull(arguments.run / "checkpoints", arguments.step, lambda text: print(one_line(text), file=sys.stderr))
     print(f"{path}: whole")
     return 0
 
@@ -192,7 +193,7 @@ def _import(arguments: argparse.Namespace) -> int:
         print(f"{path}: from {foreign.kind}: {', '.join(f'{len(part)} {name}' for name, part in parts.items())}")
         print(f"a run in {out} with seed={arguments.seed} continues at the start of epoch {epoch or 0}")
     for name in [f"{name}: does not begin with {arguments.strip_prefix!r}" for name in left] + foreign.unread:
-        print(f"left out: {name}")
+        print(f"left out: {one_line(name)}")
     return 0
 
 

@@ -14,7 +14,7 @@ from typing import NoReturn
 from samestep import __version__
 from samestep.errors import SamestepError
 
-__all__ = ["VERBS", "main"]
+__all__ = ["VERBS", "main", "one_line"]
 
 VERBS: dict[str, tuple[str, str]] = {
     "train": ("samestep.cli.train", "train a built-in task or your own, on any number of ranks in any precision"),
@@ -86,6 +86,11 @@ def _top_parser() -> Parser:
     return parser
 
 
+def one_line(text: object) -> str:
+    """For a terminal: what a file's names hold cannot break the line, move the cursor or change colours."""
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in str(text).replace("\n", " "))
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; its exit code: 0, 1 for an error with one line that says what to do, 2 for wrong usage."""
     argv = list(sys.argv[1:] if argv is None else argv)
@@ -104,7 +109,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if getattr(e, "follows", False):
             return 1
         text = " ".join(str(part).strip() for part in (e, *getattr(e, "__notes__", ())))
-        print("samestep: error:", text.replace("\n", " "), file=sys.stderr)
+        print("samestep: error:", one_line(text), file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return 130
