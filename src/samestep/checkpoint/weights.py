@@ -142,13 +142,17 @@ def _is_ours(directory: Path) -> bool:
     return any(directory.glob("step-????????*"))
 
 
-def model_of(checkpoint: Checkpoint, *, ema: bool = False, number: int = 0) -> dict[str, Any]:
+def model_of(
+    checkpoint: Checkpoint, *, ema: bool = False, number: int = 0, state: dict[str, Any] | None = None
+) -> dict[str, Any]:
     """The state_dict of a run's prepared model `number`, verified; with `ema`, its averages in place of its weights.
+
+    `state` is what `load_whole` gave, where it is at hand.
 
     Raises:
         CheckpointError: when the checkpoint is damaged, or holds no such model or average.
     """
-    state = load_whole(checkpoint)
+    state = load_whole(checkpoint) if state is None else state
     part = f"{'ema' if ema else 'model'}{number}"
     if not isinstance(state, dict) or not all(isinstance(state.get(n), dict) for n in (f"model{number}", part)):
         state = state if isinstance(state, dict) else {}

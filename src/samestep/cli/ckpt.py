@@ -204,7 +204,7 @@ def _show(arguments: argparse.Namespace) -> int:
         _print_json(found)
         return 0
     console = _console()
-    for name in ("path", "step", "created", "versions", "precision", "world_size", "position", "files"):
+    for name in ("path", "step", "created", "versions", "precision", "world_size", "position", "config", "files"):
         console.print(f"{name:<12}{_plain(found[name])}", markup=False)
     for name, values in [*found["loaders"].items(), *found["values"].items()]:
         console.print(f"{_plain(name):<12}{_plain(values)}", markup=False)

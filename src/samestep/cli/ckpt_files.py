@@ -122,7 +122,9 @@ def _pull(arguments: argparse.Namespace) -> int:
         return 0
     if arguments.run is None:
         raise ConfigError("got no RUN", "a checkpoint is copied into a run's directory", "pass one, or --list")
-    path = remote.pull(arguments.run / "checkpoints", arguments.step, lambda text: print(one_line(text), file=sys.stderr))
+    path = remote.pull(
+        arguments.run / "checkpoints", arguments.step, lambda text: print(one_line(text), file=sys.stderr)
+    )
     print(f"{path}: whole")
     return 0
 
@@ -144,7 +146,8 @@ def _export(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"got {out.name}", f"the file ends in one of {', '.join(_SUFFIXES)}", "rename it")
     _refuse_existing(out, arguments.force)
     checkpoint = find(arguments.run, arguments.step)
-    model = model_of(checkpoint, ema=arguments.ema, number=arguments.model)
+    state = load_whole(checkpoint)
+    model = model_of(checkpoint, ema=arguments.ema, number=arguments.model, state=state)
     model = {f"{arguments.prefix}{name}": value for name, value in model.items()}
     manifest = checkpoint.manifest
     if kind == "safetensors":
@@ -155,7 +158,7 @@ def _export(arguments: argparse.Namespace) -> int:
             raise CheckpointError(f"{odd[0]} is no tensor", "a safetensors file holds tensors only", "export to .pt")
         write_safetensors(out, model, {"samestep_step": str(manifest.step)})
     else:
-        saved = load_whole(checkpoint).get(f"optimizer{arguments.model}")
+        saved = state.get(f"optimizer{arguments.model}")
         epoch = meta_part(checkpoint, "position").get("epoch")
         optimizer = number_optimizer(saved) if saved is not None else None
         write_torch_file(out, model, optimizer, epoch, short_keys=not arguments.long_keys)
