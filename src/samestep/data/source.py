@@ -106,24 +106,28 @@ class GridCut(Cut):
             yield from self._chunk(epoch, range(start, stop), rank, world_size)
 
     def _chunk(self, epoch: int, windows: range, rank: int, world_size: int) -> Iterator[tuple[Plan, list[Request]]]:
-        spans = []
+        size, cuts, cells = self.grid.micro_batch_size, {}, []
         for window in windows:
-            share = self.grid.share(window, rank, world_size)
-            spans.append((window, share, [self.grid.micro_batch(window, number) for number in share]))
-        ranges = [np.arange(span.start, span.stop) for _, _, cells in spans for span in cells]
+            span = self.grid.window(window)
+            count = -(-len(span) // size)
+            if count not in cuts:  # all windows but the last have the same
+                cuts[count] = bounds_of(count, world_size), split(count, rank, world_size)
+            bounds, share = cuts[count]
+            starts = range(span.start + share.start * size, span.start + share.stop * size, size)
+            cells.append((window, bounds, share, starts, [min(size, span.stop - start) for start in starts]))
+        ranges = [np.arange(starts.start, starts.start + sum(sizes)) for _, _, _, starts, sizes in cells]
         positions = np.concatenate(ranges) if ranges else np.empty(0, np.int64)
         indices = self.order.at(epoch, positions)
-        digests = _digests(positions, indices)
+        edges = list(itertools.accumulate((n for *_, sizes in cells for n in sizes), initial=0))
+        sums = np.add.reduceat(_digests(positions, indices), edges[:-1]).tolist() if len(positions) else []
         at = 0
-        for window, share, cells in spans:
-            requests, sums = [], []
-            for span in cells:
-                end = at + len(span)
-                requests.append(Request(epoch, span.start, indices[at:end]))
-                sums.append(int(digests[at:end].sum(dtype=np.uint64)) % (1 << 52))
-                at = end
-            sizes = [len(span) for span in cells]
-            yield Plan(window, bounds_of(self.grid.num_micro_batches(window), world_size), share, sizes, sums), requests
+        for window, bounds, share, starts, sizes in cells:
+            numbers = range(at, at := at + len(share))
+            requests = [
+                Request(epoch, start, indices[edges[number] : edges[number + 1]])
+                for number, start in zip(numbers, starts, strict=True)
+            ]
+            yield Plan(window, bounds, share, sizes, [sums[number] % (1 << 52) for number in numbers]), requests
 
     def describe(self) -> dict[str, Any]:
         """The grid and the order's own description."""

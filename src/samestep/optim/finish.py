@@ -142,6 +142,8 @@ def total_norm(grads: list[torch.Tensor], like: Number) -> tuple[Number, list[An
 
 
 def _host_norms(norms: Sequence[torch.Tensor]) -> list[float]:
+    if len(norms) < 16:
+        return [norm.item() for norm in norms]
     numbers: list[float] = torch.stack(list(norms)).tolist()
     return numbers
 

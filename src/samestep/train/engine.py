@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from samestep.distributed.process_group import World
 from samestep.errors import NonFiniteError, RankError
+from samestep.monitor.clock import Clock
 from samestep.monitor.record import Record
 from samestep.optim.ema import Ema
 from samestep.optim.schedule import Schedules
@@ -20,7 +21,7 @@ from samestep.precision.scaler import LossScaler
 from samestep.train.buffers import Buffers
 from samestep.train.nonfinite import Suspects, explain
 from samestep.train.prepared import Prepared
-from samestep.train.statistics import Statistics
+from samestep.train.statistics import Statistics, weighted_mean
 
 __all__ = ["Engine", "Pending"]
 
@@ -36,6 +37,8 @@ class Pending:
     identity: int
     suspects: Suspects
     """Where to look if it is not finite."""
+    exposed: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
+    """On a GPU with several ranks: the ends of the last backward and of its exchange."""
 
 
 class Engine:
@@ -78,7 +81,7 @@ class Engine:
         self.samples = 0
         self.on_record: list[Callable[[Record], None]] = []
         self._pending: Pending | None = None
-        self.last_end: float | None = None
+        self.clock = Clock(world.device, world.size == 1)
         self.window: Any = None
         """The open window, if there is one."""
 
@@ -108,6 +111,8 @@ class Engine:
         if pending.arrived is not None:
             pending.arrived.synchronize()
         record = pending.record
+        if (waited := Clock.device_exchange(pending.exposed)) is not None:
+            record.exchange_seconds = waited
         bad = self._fill(pending)
         if record.skipped:
             self.skips += 1
@@ -138,10 +143,7 @@ class Engine:
         record.grad_norm = math.hypot(*decided[0::2])
         record.skipped = any(decided[1::2])
         record.weight = sum(weights)
-        record.loss = sum(losses)
-        if self.reduction != "sum":
-            weighted = sum(weight * loss for weight, loss in zip(weights, losses, strict=True))
-            record.loss = weighted / record.weight if record.weight else math.nan
+        record.loss = sum(losses) if self.reduction == "sum" else weighted_mean(losses, weights)
         record.samples = int(sum(sizes))
         record.digest = f"{sum(map(int, digests)) % (1 << 52):013x}" if any(digests) else ""
         if not record.skipped:

@@ -7,6 +7,7 @@ on the device, and nobody waits for them.
 
 from __future__ import annotations
 
+import math
 import operator
 from typing import Any
 
@@ -112,7 +113,7 @@ class Statistics:
             return mean
         if reduction == "sum":
             return float(sum(losses))
-        return divide(sum(map(operator.mul, weights, losses)), sum(weights))
+        return weighted_mean(losses, weights)
 
     def divisor(self, reduction: str | None, reference: float) -> Number:
         """The window's gradient is what was summed, divided by this; 0 or NaN for a window without any term."""
@@ -150,6 +151,12 @@ class Statistics:
             numbers[4 * m : ranks],
             numbers[self._size :],
         )
+
+
+def weighted_mean(values: list[float], weights: list[float]) -> float:
+    """sum(weight * value) / sum(weight); NaN without any weight."""
+    total = sum(weights)
+    return sum(map(operator.mul, weights, values)) / total if total else math.nan
 
 
 def on_host(device: torch.device) -> bool:

@@ -11,8 +11,7 @@ The order of this file is the order of the stages:
 from __future__ import annotations
 
 import functools
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
 import torch
@@ -62,11 +61,11 @@ class Window:
         self._fetched = self._reached = 0
         self._stepped: list[int] = []
         self._outcomes: list[Outcome] = []
-        self._data_seconds = 0.0
 
     # 1. open ----------------------------------------------------------------------------------------------------------
 
-    def _open(self, optimizers: list[Optimizer]) -> None:
+    def _open(self, numbers: Sequence[int]) -> None:
+        """Begin a pass over the micro-batches for the optimizers of these numbers."""
         engine = self.engine
         if not engine.optimizers:
             raise WindowError("a window was used before run.prepare", "prepare comes first", "call run.prepare")
@@ -76,7 +75,8 @@ class Window:
                 "a pass over the micro-batches ends with step()",
                 "call window.step(), or take the next window",
             )
-        self._optimizers, models = optimizers, engine.models_of(optimizers)
+        self._numbers, self._optimizers = numbers, [engine.optimizers[i] for i in numbers]
+        models = engine.models_of(self._optimizers)
         for model in models:
             model.check_unmoved()
         self._replicas = [model.replica for model in models]
@@ -89,11 +89,12 @@ class Window:
         self._forwards_at_open = [replica.forwards for replica in self._replicas]
         self.backwards, self._reached, self.current, self.phase_open = 0, 0, None, True
         engine.window = self
+        engine.clock.open()
 
     # 2. micro-batches -------------------------------------------------------------------------------------------------
 
     def __iter__(self) -> Iterator[Any]:
-        return self._micro_batches(self.engine.optimizers, 0)
+        return self._micro_batches(range(len(self.engine.optimizers)), 0)
 
     def phase(self, *optimizers: Optimizer) -> Iterator[Any]:
         """The same micro-batches, for one of several optimizers (a GAN's two): the next backward and step are for it.
@@ -104,10 +105,10 @@ class Window:
         if not optimizers or len(numbers) != len(optimizers):
             raise WindowError("got a phase for an optimizer that was not prepared", "run.prepare comes first")
         again = self._stepped.count(numbers[0]) * len(self.engine.optimizers)
-        return self._micro_batches([self.engine.optimizers[i] for i in numbers], 1 + numbers[0] + again)
+        return self._micro_batches(numbers, 1 + numbers[0] + again)
 
-    def _micro_batches(self, optimizers: list[Optimizer], phase: int) -> Iterator[Any]:
-        self._open(optimizers)
+    def _micro_batches(self, numbers: Sequence[int], phase: int) -> Iterator[Any]:
+        self._open(numbers)
         yield from self.again(phase)
 
     def again(self, phase: int = 0) -> Iterator[Any]:
@@ -134,9 +135,9 @@ class Window:
     def _batch(self, k: int, keep: bool = False) -> Any:
         if k < len(self._kept):
             return self._kept[k]
-        start = time.perf_counter()
+        self.engine.clock.enter("data")
         batch = next(self._batches)
-        self._data_seconds += time.perf_counter() - start
+        self.engine.clock.leave()
         self._fetched += 1
         if keep or self.engine.find_nonfinite or len(self.engine.optimizers) > 1:  # it may be wanted again
             self._kept.append(batch)
@@ -214,7 +215,7 @@ class Window:
             factor = factor * engine.scaler.scale
         if isinstance(factor, torch.Tensor) or factor != 1.0:
             loss = loss * factor
-        loss.backward()  # type: ignore[no-untyped-call]
+        engine.clock.backward(loss, k == len(self.share) - 1)
 
     def global_batch(
         self, embed: Callable[[Any], torch.Tensor], loss: Callable[[torch.Tensor], torch.Tensor]
@@ -235,7 +236,7 @@ class Window:
 
     def embedded(self, embed: Callable[[Any], torch.Tensor]) -> list[torch.Tensor]:
         """Open the window and embed its micro-batches without gradients; buffers stay as they were."""
-        self._open(self.engine.optimizers)
+        self._open(range(len(self.engine.optimizers)))
         rows = []
         for k, number in enumerate(self.share):
             batch = self._batch(k, keep=True)
@@ -290,15 +291,25 @@ class Window:
         check_clip(clip_norm, clip_value)
         check_step(self)
         engine, statistics = self.engine, self.statistics
+        engine.clock.enter("exchange")
         self._exchanged()
+        engine.clock.leave()
         if self.finder is not None:
             self._blame(self.finder)
         loss = statistics.mean_loss(engine.reduction)
         divisor = statistics.divisor(engine.reduction, self._reference(1.0, "mean"))
         engine.settle()  # on a GPU: learn whether the last window was applied, so that this one has its rate
         self._rates = [float(group["lr"]) for opt in self._optimizers for group in opt.param_groups]
-        limits = {"clip_norm": clip_norm, "clip_value": clip_value}
-        outcome = finish(self._optimizers, divisor=divisor, loss=loss, scaler=engine.scaler, **limits)
+        engine.clock.enter("finish")
+        outcome = finish(
+            self._optimizers,
+            divisor=divisor,
+            loss=loss,
+            scaler=engine.scaler,
+            clip_norm=clip_norm,
+            clip_value=clip_value,
+        )
+        engine.clock.leave()
         for ema in engine.emas:
             ema.update(outcome.skipped)
         engine.buffers.close(self.num_micro_batches, statistics.weights, outcome.skipped)
@@ -306,7 +317,7 @@ class Window:
             replica.live = False
         self.phase_open = False
         self._outcomes.append(outcome)
-        self._stepped += [i for i, opt in enumerate(engine.optimizers) if any(opt is mine for mine in self._optimizers)]
+        self._stepped += self._numbers
         if len(set(self._stepped)) == len(engine.optimizers):
             self.close()
 
@@ -363,6 +374,7 @@ class Window:
                 )
         engine.step += 1
         if not self._stepped:
+            engine.clock.restart()
             return  # the loop left the window out: no update, and the run goes on behind it
         if engine.scaler is not None:
             overflows = [outcome.overflow for outcome in self._outcomes]
@@ -377,21 +389,21 @@ class Window:
         decided = [part for outcome in self._outcomes for part in (outcome.grad_norm, outcome.skipped)]
         if engine.scaler is not None:
             decided.append(engine.scaler.scale)
-        now = time.perf_counter()
         record = Record(
             epoch=self.epoch,
             window=self.number,
             step=engine.step,
             micro_batches=self.num_micro_batches,
             lr=self._rates,
-            seconds=now - (engine.last_end or now),
-            data_seconds=self._data_seconds,
+            seconds=0.0,
+            data_seconds=0.0,
         )
-        engine.last_end = now
+        engine.clock.close(record)
+        exposed, engine.clock.exposed = engine.clock.exposed, None
         arrived = self.statistics.start_back(decided)
         locate = functools.partial(self._source.locate, self.epoch, self.number) if self._source else lambda _: None
         suspects = Suspects(self.bounds, self._outcomes, locate)
-        return Pending(record, self.statistics, arrived, self._identity, suspects)
+        return Pending(record, self.statistics, arrived, self._identity, suspects, exposed)
 
     @property
     def _identity(self) -> int:
