@@ -175,12 +175,11 @@ class _Recording:
         self.sums.clear()
         exchanged = window._exchanged
 
-        def capture() -> torch.Tensor:
-            vector = exchanged()
+        def capture() -> None:
+            exchanged()
             # Later is too late: unscaling and clipping work in place, and a fused optimizer does so only when it steps.
             named = [(name, param.grad) for name, param in net.named_parameters() if param.grad is not None]
             self.grads = {name: grad.detach().to_dense().clone() for name, grad in named if grad is not None}
-            return vector
 
         window._exchanged = capture  # type: ignore[method-assign]
         scale = run.loss_scale or 1.0
