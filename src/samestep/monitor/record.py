@@ -36,3 +36,11 @@ class Record:
     """From the end of the previous window to the end of this one, on this rank."""
     data_seconds: float
     """Of that, waiting for batches."""
+    exchange_seconds: float = 0.0
+    """Of that, waiting for the other ranks' gradients after the own backward."""
+    finish_seconds: float = 0.0
+    """Of that, norm, clipping and update."""
+    outside_seconds: float = 0.0
+    """Of that, before the window was opened: the loop's own work, evaluation, saving."""
+    time: float = 0.0
+    """When the window ended, in seconds since 1970."""
