@@ -53,7 +53,7 @@ class Clock:
             loss.backward()  # type: ignore[no-untyped-call]
             return
         self._computed = 0.0
-        hook = loss.register_hook(self._queue)
+        hook = loss.register_hook(self._queue)  # type: ignore[no-untyped-call]
         try:
             loss.backward()  # type: ignore[no-untyped-call]
         finally:
