@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +64,11 @@ class RunConfig:
     """Windows between two lines of progress where there is no terminal; 0: none."""
     progress: bool = True
     """Show progress on main: a live bar in a terminal, lines elsewhere."""
+    sinks: Sequence[Any] = ()
+    """Where a window's numbers go besides the ledger: "csv", "tensorboard", "wandb", "mlflow", "trackio", or objects
+    with a sink's four methods (samestep.monitor.sinks.Sink). They need a directory."""
+    count_flops: bool = False
+    """Count the FLOPs of the first window, so that the model FLOPs utilisation (MFU) is known. That window is slower."""
     micro_batches: int | None = None
     """Micro-batches a window for loaders that do not say; None: one a rank, recorded at the first start."""
 
@@ -89,6 +95,10 @@ class RunConfig:
             raise ConfigError(f"got log_every={self.log_every!r}", "it is 0 or more windows", "pass 100")
         if not self.timeout_s > 0:
             raise ConfigError(f"got timeout_s={self.timeout_s!r}", "a time-out is a positive number", "pass 600")
+        if isinstance(self.sinks, str) or not isinstance(self.sinks, Sequence):
+            raise ConfigError(f"got sinks={self.sinks!r}", "it is a list of names and objects", "pass ['tensorboard']")
+        if self.sinks and self.directory is None:
+            raise ConfigError("got sinks without a directory", "sinks write into the run's directory", "pass one")
         if self.resume == "must" and self.directory is None:
             raise ConfigError("got resume='must' without a directory", "a run resumes from its directory", "pass one")
 
@@ -97,7 +107,7 @@ class RunConfig:
         return {
             field.name: str(value) if isinstance(value := getattr(self, field.name), Path) else value
             for field in dataclasses.fields(self)
-        }
+        } | {"sinks": [sink if isinstance(sink, str) else type(sink).__name__ for sink in self.sinks]}
 
 
 def refuse_unknown(given: dict[str, Any]) -> None:

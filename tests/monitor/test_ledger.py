@@ -72,7 +72,10 @@ def test_a_restart_drops_the_steps_after_its_checkpoint_and_a_line_that_was_cut(
     ledger = Ledger(path, 3)
     ledger.window(record(4, loss=2.0))
     ledger.close()
-    assert [strictly(line)["step"] for line in path.read_text().splitlines()] == [1, 2, 3, 4]
+    lines = [strictly(line) for line in path.read_text().splitlines()]
+    assert [line["step"] for line in lines if line["kind"] == "window"] == [1, 2, 3, 4]
+    (lost,) = (line for line in lines if line["kind"] == "lost")
+    assert (lost["windows"], lost["last_step"]) == (2, 5)
 
 
 def test_a_restart_without_an_old_file_begins_one(tmp_path: Path) -> None:

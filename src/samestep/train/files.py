@@ -12,12 +12,19 @@ from samestep.config import RunConfig
 from samestep.distributed.collectives import broadcast_json
 from samestep.distributed.process_group import World
 from samestep.errors import RunDirError
+from samestep.monitor import sinks
 from samestep.monitor.console import Display
-from samestep.monitor.ledger import SCHEMA, Ledger
+from samestep.monitor.environment import describe
+from samestep.monitor.ledger import SCHEMA, Ledger, ledger_files
+from samestep.monitor.meters import memory_report
+from samestep.monitor.record import Record
 from samestep.precision.policy import Policy
 from samestep.train.engine import Engine
 
 __all__ = ["RunFiles"]
+
+_OF_A_RUN = ("checkpoints", "ledger.jsonl", "windows.csv", "values.csv", "tensorboard", "profile", "trackers.json")
+_MEMORY_EVERY_S = 1.0  # a look at the allocator's counters costs more than the rest of a window's line
 
 
 class RunFiles:
@@ -31,7 +38,11 @@ class RunFiles:
         self._directory, self._world, self._config = config.directory, world, config
         self.display = Display(config.progress and world.is_main, config.log_every)
         self._lock: TextIO | None = None
-        self._ledger: Ledger | None = None
+        self._ledger: sinks.Guarded | None = None
+        self._sinks: list[sinks.Guarded] = []
+        self._next_memory = 0.0
+        if world.is_main:
+            self._given = [sinks.make_sink(sink) for sink in config.sinks]
         problem = self._claim_directory() if world.is_main and config.directory is not None else None
         problem = broadcast_json(world, "run directory", problem)
         if problem is not None:
@@ -61,7 +72,8 @@ class RunFiles:
 
     def _set_earlier_aside(self, directory: Path) -> None:
         """resume="never" starts anew; what an earlier run left is moved, never deleted."""
-        left = [path for name in ("checkpoints", "ledger.jsonl") if (path := directory / name).exists()]
+        left = [path for name in _OF_A_RUN if (path := directory / name).exists()]
+        left += [path for path in ledger_files(directory / "ledger.jsonl") if path not in left]
         if not left:
             return
         number = 1
@@ -77,9 +89,9 @@ class RunFiles:
         if not self._world.is_main:
             return
         if self._directory is not None:
-            self._ledger = Ledger(self._directory / "ledger.jsonl", engine.step if resumed else None)
-            engine.on_record.append(self._ledger.window)
-        engine.on_record.append(self.display.window)
+            self._open_sinks(self._directory, engine.step if resumed else 0)
+        self._device = engine.device
+        engine.on_record.append(self._window)
         self.event(
             "start",
             schema=SCHEMA,
@@ -91,23 +103,47 @@ class RunFiles:
             device=engine.device.type,
             threads=torch.get_num_threads(),
             torch=str(torch.__version__),
+            config=self._config.to_json(),
         )
+        self.event("environment", step=engine.step, **describe(engine.device))
         where = f"{self._world.size} rank{'s' * (self._world.size > 1)} on {engine.device.type}"
         self.display.note(f"{where}, precision {policy.name} ({policy.reason})")
         if resumed:
             self.display.note(f"continuing from step {engine.step}")
 
-    def event(self, kind: str, **fields: Any) -> None:
-        """Write an event to the ledger, on main."""
+    def _open_sinks(self, directory: Path, step: int) -> None:
+        self._ledger = sinks.Guarded(Ledger(directory / "ledger.jsonl", step), sinks.warn)
+        info = sinks.RunInfo(directory, step, self._config.to_json())
+        self._sinks = [sinks.Guarded(sink, sinks.warn) for sink in self._given]
+        for sink in self._sinks:
+            sink.open(info)
+
+    def _window(self, record: Record) -> None:
+        """Show a finished window and hand it to the ledger and the sinks."""
+        if record.time >= self._next_memory:
+            self._next_memory = record.time + _MEMORY_EVERY_S
+            report = memory_report(self._device)
+            record.memory = {name: value for name, value in report.items() if isinstance(value, int)}
+        self.display.window(record)
         if self._ledger is not None:
-            self._ledger.event(kind, **fields)
+            self._ledger.window(record)
+        for sink in self._sinks:
+            sink.window(record)
+
+    def event(self, kind: str, **fields: Any) -> None:
+        """Write an event to the ledger and the sinks, on main."""
+        if self._ledger is not None:
+            self._ledger.event(kind, fields)
+        for sink in self._sinks:
+            sink.event(kind, fields)
 
     def close(self) -> None:
-        """Close the ledger and free the directory."""
+        """Close the ledger and the sinks, and free the directory."""
         self.display.close()
-        if self._ledger is not None:
-            self._ledger.close()
-            self._ledger = None
+        for sink in (self._ledger, *self._sinks):
+            if sink is not None:
+                sink.close()
+        self._ledger, self._sinks = None, []
         if self._lock is not None:
             self._lock.close()
             self._lock = None
