@@ -3,13 +3,29 @@
 from __future__ import annotations
 
 import time
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from samestep.monitor.record import Record
 
-__all__ = ["Clock"]
+__all__ = ["Clock", "Watcher"]
+
+
+class Watcher(Protocol):
+    """Is told of the stages as they come, on the host: a profiler, a counter of FLOPs."""
+
+    def opened(self) -> None:
+        """A window was opened."""
+
+    def enter(self, stage: str) -> None:
+        """A stage begins: data, backward, exchange or finish."""
+
+    def leave(self) -> None:
+        """It ends."""
+
+    def closed(self) -> None:
+        """The window ends."""
 
 
 class Clock:
@@ -31,14 +47,21 @@ class Clock:
         self._computed = self._begin = 0.0
         self._stage = ""
         self._seconds = {"data": 0.0, "exchange": 0.0, "finish": 0.0}
+        self.watchers: list[Watcher] = []
+        self.totals = dict.fromkeys(("windows", "seconds", "data", "exchange", "finish", "outside"), 0.0)
+        """Sums over this rank's windows since somebody took them."""
 
     def enter(self, stage: str) -> None:
         """A stage begins: "data", "exchange" or "finish"."""
+        for watcher in self.watchers:
+            watcher.enter(stage)
         self._stage, self._begin = stage, time.perf_counter()
 
     def leave(self) -> None:
         """The stage ends."""
         self._seconds[self._stage] += time.perf_counter() - self._begin
+        for watcher in self.watchers:
+            watcher.leave()
 
     def open(self) -> None:
         """A window is opened, or opened again for another phase."""
@@ -46,12 +69,21 @@ class Clock:
             self._opened = time.perf_counter()
             if self.last_end is None:
                 self.last_end = self._opened
+            for watcher in self.watchers:
+                watcher.opened()
 
     def backward(self, loss: torch.Tensor, exchanges: bool) -> None:
         """`loss.backward()`; of one that exchanges, the time between its last gradient and the ranks' sum is taken."""
+        for watcher in self.watchers:
+            watcher.enter("backward")
         if self._alone or not exchanges:
             loss.backward()  # type: ignore[no-untyped-call]
-            return
+        else:
+            self._exchanging_backward(loss)
+        for watcher in self.watchers:
+            watcher.leave()
+
+    def _exchanging_backward(self, loss: torch.Tensor) -> None:
         self._computed = 0.0
         hook = loss.register_hook(self._queue)  # type: ignore[no-untyped-call]
         try:
@@ -83,7 +115,21 @@ class Clock:
         record.data_seconds, record.finish_seconds = seconds["data"], seconds["finish"]
         record.exchange_seconds = 0.0 if self._alone else seconds["exchange"]
         record.outside_seconds = (now if self._opened is None else self._opened) - begin
+        totals = self.totals
+        totals["windows"] += 1
+        totals["seconds"] += record.seconds
+        totals["data"] += record.data_seconds
+        totals["exchange"] += record.exchange_seconds
+        totals["finish"] += record.finish_seconds
+        totals["outside"] += record.outside_seconds
         self.restart(now)
+        for watcher in tuple(self.watchers):
+            watcher.closed()
+
+    def take_totals(self) -> dict[str, float]:
+        """The sums, which begin anew. On a GPU the exchange is not in them: the device has it."""
+        totals, self.totals = self.totals, dict.fromkeys(self.totals, 0.0)
+        return totals
 
     def restart(self, now: float | None = None) -> None:
         """Forget the open window: the loop left it out, and its time is between the windows."""

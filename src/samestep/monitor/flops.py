@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -63,31 +64,44 @@ def mfu_text(share: float | None) -> str:
 
 
 class FlopCount:
-    """Counts one window's forwards and backwards on this rank, with `torch.utils.flop_counter`.
+    """Counts the forwards and backwards of the first window on this rank; a watcher of the run's clock.
 
-    Only matrix products, convolutions and attention are counted, as is usual for MFU. The counted window is slower, and
-    its numbers are those of any other window.
+    Matrix products, convolutions and attention are counted, as is usual for MFU. The counted window is slower; its
+    results are those of any other.
+
+    Args:
+        samples: how many samples this rank has of the open window.
+        done: is given the FLOPs of one sample, forward and backward.
     """
 
-    def __init__(self) -> None:
-        self._mode: Any = FlopCounterMode(display=False)
-        self._open = False
-        self.done = False
+    def __init__(self, samples: Callable[[], int], done: Callable[[float], None]) -> None:
+        self._samples, self._done = samples, done
+        self._mode: Any = None
+        self._counted = False
 
-    def begin(self) -> None:
+    def opened(self) -> None:
         """Count from here."""
-        if not self.done and not self._open:
+        if not self._counted:
+            self._mode = FlopCounterMode(display=False)
             self._mode.__enter__()
-            self._open = True
 
-    def end(self, samples: int) -> float | None:
-        """Stop counting; FLOPs of one sample, or None when nothing was counted."""
-        if not self._open:
-            return None
-        self._mode.__exit__(None, None, None)
-        self._open, self.done = False, True
-        total = self._mode.get_total_flops()
-        return total / samples if total and samples else None
+    def enter(self, stage: str) -> None:
+        """Stop where the last backward has ended."""
+        if stage == "exchange" and self._mode is not None:
+            mode, self._mode, self._counted = self._mode, None, True
+            mode.__exit__(None, None, None)
+            samples, total = self._samples(), mode.get_total_flops()
+            if samples and total:
+                self._done(total / samples)
+
+    def leave(self) -> None:
+        """Nothing."""
+
+    def closed(self) -> None:
+        """A window that was left without a step is not counted."""
+        if self._mode is not None:
+            self._mode.__exit__(None, None, None)
+            self._mode = None
 
 
 def device_name(device: torch.device) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -15,6 +16,7 @@ from samestep.errors import RunDirError
 from samestep.monitor import sinks
 from samestep.monitor.console import Display
 from samestep.monitor.environment import describe
+from samestep.monitor.flops import FlopCount, device_name, mfu, mfu_text, peak_flops
 from samestep.monitor.ledger import SCHEMA, Ledger, ledger_files
 from samestep.monitor.meters import memory_report
 from samestep.monitor.record import Record
@@ -41,6 +43,7 @@ class RunFiles:
         self._ledger: sinks.Guarded | None = None
         self._sinks: list[sinks.Guarded] = []
         self._next_memory = 0.0
+        self._closing: list[Callable[[], None]] = []
         if world.is_main:
             self._given = [sinks.make_sink(sink) for sink in config.sinks]
         problem = self._claim_directory() if world.is_main and config.directory is not None else None
@@ -106,10 +109,24 @@ class RunFiles:
             config=self._config.to_json(),
         )
         self.event("environment", step=engine.step, **describe(engine.device))
+        if self._config.count_flops:
+            self._count_flops(engine, policy.name)
         where = f"{self._world.size} rank{'s' * (self._world.size > 1)} on {engine.device.type}"
         self.display.note(f"{where}, precision {policy.name} ({policy.reason})")
         if resumed:
             self.display.note(f"continuing from step {engine.step}")
+
+    def _count_flops(self, engine: Engine, precision: str) -> None:
+        name = device_name(engine.device)
+        peak = peak_flops(name, precision)
+
+        def counted(per_sample: float) -> None:
+            self.event(
+                "flops", step=engine.step, per_sample=per_sample, peak=peak, device_name=name, precision=precision
+            )
+            self.display.mfu = lambda rate: mfu_text(mfu(per_sample, rate, peak, self._world.size))
+
+        engine.clock.watchers.append(FlopCount(lambda: sum(engine.window._plan.sizes), counted))
 
     def _open_sinks(self, directory: Path, step: int) -> None:
         self._ledger = sinks.Guarded(Ledger(directory / "ledger.jsonl", step), sinks.warn)
@@ -137,8 +154,14 @@ class RunFiles:
         for sink in self._sinks:
             sink.event(kind, fields)
 
+    def when_closing(self, function: Callable[[], None]) -> None:
+        """Call it before the files are closed."""
+        self._closing.append(function)
+
     def close(self) -> None:
         """Close the ledger and the sinks, and free the directory."""
+        for function in self._closing:
+            function()
         self.display.close()
         for sink in (self._ledger, *self._sinks):
             if sink is not None:

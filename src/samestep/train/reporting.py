@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import platform
+import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -12,7 +14,8 @@ from samestep.config import RunConfig
 from samestep.distributed.collectives import gather_json, sum_numbers
 from samestep.distributed.process_group import World
 from samestep.errors import ConfigError, RankError, WindowError
-from samestep.monitor.meters import Mean
+from samestep.monitor.meters import Mean, memory_report
+from samestep.monitor.profile import start_profile
 from samestep.precision.policy import Policy
 from samestep.train.agree import reduce_over_ranks
 from samestep.train.engine import Engine
@@ -94,7 +97,40 @@ class Reporting:
         """
         self._check_entered("evaluate")
         self._evaluated = loader
-        return evaluate(self._engine, loader)
+        return self._timed(evaluate(self._engine, loader))
+
+    def _timed(self, batches: Iterator[Any]) -> Iterator[Any]:
+        begin = time.perf_counter()
+        try:
+            yield from batches
+        finally:
+            seconds = round(time.perf_counter() - begin, 6)
+            self.files.event("evaluation", step=self._engine.step, seconds=seconds)
+
+    def _compare_ranks(self, epoch: int) -> None:
+        """Write what each rank spent its time on in this epoch. A collective."""
+        memory = memory_report(self.world.device)
+        peak = memory["process_peak"] if memory["peak_allocated"] is None else memory["peak_allocated"]
+        mine = {**self._engine.clock.take_totals(), "peak_memory": peak, "host": platform.node()}
+        ranks = gather_json(self.world, "the epoch's times", mine)
+        self.files.event("ranks", step=self._engine.step, epoch=epoch, ranks=ranks)
+
+    def profile(self, windows: int = 5, *, skip: int = 3, trace: bool = True) -> None:
+        """Profile the next windows on main: a trace file, and a table of where a window's time goes.
+
+        The trace (for Perfetto or chrome://tracing) and the table go into `profile/` of the run directory. On a GPU the
+        stages are NVTX ranges too, for Nsight Systems.
+
+        Args:
+            windows: windows that are profiled.
+            skip: windows before them, left out because the first ones are slower.
+            trace: False: only mark the stages with NVTX ranges, until the run ends.
+
+        Raises:
+            ConfigError: for counts below 1 (skip: below 0), or without a run directory.
+        """
+        self._check_entered("profile")
+        start_profile(self.files, self._engine, self.config.directory, windows, skip, trace)
 
     def gather_results(self, results: Sequence[Any]) -> Any:
         """The last evaluation's results of all ranks, one entry a sample in the dataset's order. A collective.

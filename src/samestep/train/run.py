@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import time
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -128,6 +129,8 @@ class Run(Reporting):
             if error is None:
                 self._settle()
         finally:
+            ending = "done" if error is None else f"{type(error).__name__}: {error}"
+            self.files.event("end", step=self._engine.step, status=ending)
             first = first_failure(self.world, error) if error is not None else None
             self._stack.close()
             self._entered = False
@@ -279,6 +282,9 @@ class Run(Reporting):
             raise ConfigError(f"got epochs({num_epochs!r})", "it is a whole number, 0 or more", "pass 10")
         self._check_restored()
         self.files.display.num_epochs = num_epochs
+        self.files.event(
+            "epochs", step=self._engine.step, num_epochs=num_epochs, num_windows=self.files.display.num_windows
+        )
         self._digest()  # before the first window: other initial weights show here
         for epoch in range(self.epoch, num_epochs):
             self.epoch = epoch
@@ -286,6 +292,7 @@ class Run(Reporting):
                 loader.begin_epoch(epoch)
             yield epoch
             self._engine.settle()
+            self._compare_ranks(epoch)
             self._engine.schedules.advance("epoch")
             self.epoch = epoch + 1
             for loader in self._loaders.values():
@@ -334,6 +341,7 @@ class Run(Reporting):
             )
         if self.config.directory is None:
             return None
+        begin = time.perf_counter()
         self._settle()
         position = {"epoch": self.epoch}
         trained = {name: loader for name, loader in self._loaders.items() if loader.trained}
@@ -349,5 +357,6 @@ class Run(Reporting):
         }
         state = collect(self._engine, self._registered) if self.is_main else {}
         path = self.saving.save(state, meta, self._engine.step)
-        self.files.event("checkpoint", step=self._engine.step, path=str(path))
+        seconds = round(time.perf_counter() - begin, 6)
+        self.files.event("checkpoint", step=self._engine.step, path=str(path), seconds=seconds)
         return path
