@@ -21,6 +21,8 @@ VERBS: dict[str, tuple[str, str]] = {
     "launch": ("samestep.cli.launch", "run a Python script on several ranks"),
     "plan": ("samestep.cli.plan", "say what a training will do, before it does it"),
     "diff": ("samestep.cli.diff", "compare two runs: the first window that differs, in what, how far, and why"),
+    "report": ("samestep.cli.report", "write one HTML file that shows one or several runs"),
+    "watch": ("samestep.cli.watch", "follow a running job in the terminal"),
     "ckpt": ("samestep.cli.ckpt", "look at checkpoints, verify, compare, export, import and prune them"),
     "doctor": ("samestep.cli.doctor", "say what works on this machine, and what to install or change"),
 }

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch.utils.flop_counter import FlopCounterMode
+if TYPE_CHECKING:
+    import torch
 
 __all__ = ["PEAKS", "FlopCount", "mfu", "mfu_text", "peak_flops"]
 
@@ -82,6 +82,8 @@ class FlopCount:
     def opened(self) -> None:
         """Count from here."""
         if not self._counted:
+            from torch.utils.flop_counter import FlopCounterMode
+
             self._mode = FlopCounterMode(display=False)
             self._mode.__enter__()
 
@@ -106,4 +108,6 @@ class FlopCount:
 
 def device_name(device: torch.device) -> str:
     """The device's own name; "cpu" for a CPU."""
+    import torch
+
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type

@@ -1,0 +1,1 @@
+"""One HTML file that shows one or several runs, from their ledgers."""
