@@ -11,7 +11,6 @@ KILLED = """
 import os, shutil, signal, sys
 from pathlib import Path
 import torch
-from samestep.checkpoint import storage
 from samestep.checkpoint.storage import Store
 
 EVENTS = ("open", "os.rename", "os.mkdir", "os.rmdir", "os.remove", "shutil.rmtree")
@@ -80,13 +79,14 @@ HALF = """
 import os, signal, sys
 from pathlib import Path
 import torch
-from samestep.checkpoint import storage
-whole = storage._safetensors
-def half(tensors):
-    yield next(whole(tensors))[:20]
+from samestep.checkpoint import writer
+from samestep.checkpoint.storage import Store
+whole = writer._pieces
+def half(snapshot):
+    yield next(whole(snapshot))[:20]
     os.kill(os.getpid(), signal.SIGKILL)
-storage._safetensors = half
-storage.Store(Path(sys.argv[1])).save(11, {"weight": torch.ones(9)}, {})
+writer._pieces = half
+Store(Path(sys.argv[1])).save(11, {"weight": torch.ones(9)}, {})
 """
 
 

@@ -15,7 +15,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from samestep.checkpoint import storage
 from samestep.checkpoint.storage import Checkpoint, Store, verify
 from samestep.errors import CheckpointError
 
@@ -301,14 +300,15 @@ def test_a_run_directory_that_is_a_file_is_a_checkpoint_error(tmp_path):
 
 def test_a_disk_that_gives_back_other_bytes_is_noticed_before_anything_is_deleted(tmp_path, monkeypatch):
     store = store_with(tmp_path, 9, keep_last=1)
-    real = storage.sync
+    real = os.fsync
 
-    def rot(path):
-        if path.name.startswith(".tmp-step"):
-            damage_flipped(path)
-        real(path)
+    def rot(descriptor):
+        real(descriptor)
+        path = Path(f"/proc/self/fd/{descriptor}").readlink()
+        if path.name == "tensors.safetensors":
+            damage_flipped(path.parent)
 
-    monkeypatch.setattr(storage, "sync", rot)
+    monkeypatch.setattr(os, "fsync", rot)
     with pytest.raises(CheckpointError, match=r"does not read back as written: tensors\.safetensors has other bytes"):
         store.save(10, state_of(10), {})
     assert store.steps() == [9]

@@ -10,7 +10,7 @@ from typing import Any
 
 from samestep.errors import CheckpointError
 
-__all__ = ["SCHEMA", "Manifest"]
+__all__ = ["SCHEMA", "Manifest", "plain_json"]
 
 SCHEMA = 1
 _DIGEST = "manifest_sha256"
@@ -49,9 +49,7 @@ class Manifest:
         try:
             return json.dumps({**fields, _DIGEST: _digest(fields)}, allow_nan=False, indent=1)
         except (TypeError, ValueError) as e:
-            raise CheckpointError(
-                f"the checkpoint's meta is not JSON ({e})", "meta holds finite numbers, text, lists and dicts"
-            ) from None
+            raise _no_json(e) from None
 
     @classmethod
     def from_text(cls, text: str, where: str) -> Manifest:
@@ -81,6 +79,24 @@ class Manifest:
         if fault := _fault(fields):
             raise CheckpointError(f"{where}: {fault}", "see samestep.checkpoint.manifest", "use an earlier checkpoint")
         return cls(**fields)
+
+
+def plain_json(value: Any) -> Any:
+    """A copy that later changes to `value` do not reach.
+
+    Raises:
+        CheckpointError: when it is not JSON.
+    """
+    try:
+        return json.loads(json.dumps(value, allow_nan=False))
+    except (TypeError, ValueError) as e:
+        raise _no_json(e) from None
+
+
+def _no_json(e: Exception) -> CheckpointError:
+    return CheckpointError(
+        f"the checkpoint's meta is not JSON ({e})", "meta holds finite numbers, text, lists and dicts"
+    )
 
 
 def _digest(fields: dict[str, Any]) -> str:

@@ -6,11 +6,9 @@ import contextlib
 import dataclasses
 import datetime
 import hashlib
-import json
 import os
 import re
 import shutil
-import struct
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -19,15 +17,19 @@ import safetensors
 import torch
 
 import samestep
-from samestep.checkpoint.manifest import Manifest
-from samestep.checkpoint.tree import STORED_DTYPES, as_bytes, flatten, unflatten
+from samestep.checkpoint.layout import distinct
+from samestep.checkpoint.manifest import Manifest, plain_json
+from samestep.checkpoint.retention import Retention
+from samestep.checkpoint.snapshot import HostBuffer
+from samestep.checkpoint.tree import flatten, unflatten
+from samestep.checkpoint.writer import sync, write_file, write_snapshot
 from samestep.errors import CheckpointError
 
-__all__ = ["Checkpoint", "Store", "sync", "verify", "write_file"]
+__all__ = ["TENSORS", "Checkpoint", "Store", "draft", "naming_the_step", "sync", "verify", "write_file"]
 
-_TENSORS, _MANIFEST = "tensors.safetensors", "manifest.json"
+TENSORS, _MANIFEST = "tensors.safetensors", "manifest.json"
 _NAME = re.compile(r"step-(\d{8,})(\.old)?")
-_LEFT = re.compile(r"\.tmp-(?:delete-)?step-\d+(?:\.old)?-(\d+)")
+_LEFT = re.compile(r"\.tmp-(?:delete-)?step-\d+(?:\.old)?-(\d+)(?:x[0-9a-f]+)?")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -36,6 +38,8 @@ class Checkpoint:
 
     path: Path
     manifest: Manifest
+    verified: bool = False
+    """Its files' digests have been compared a moment ago: loading does not do it again."""
 
     @classmethod
     def open(cls, path: Path) -> Checkpoint:
@@ -61,7 +65,7 @@ class Checkpoint:
         Raises:
             CheckpointError: when a file is damaged.
         """
-        if found := verify(self.path):
+        if not self.verified and (found := verify(self.path)):
             raise CheckpointError(
                 f"{self.path} is damaged: {'; '.join(found)}",
                 "sizes and digests are those of the manifest",
@@ -88,15 +92,27 @@ class Store:
     Args:
         directory: where they are; made when the first is saved.
         keep_last: how many to keep; None keeps all.
+        keep_every: keep also those whose step is a multiple of it.
+        best_is: "max" or "min": of those saved with a metric, the best is kept too.
+        token: letters and digits in the name of what is being written, the same for all processes that write it.
 
     Raises:
-        CheckpointError: when keep_last is not a positive whole number.
+        CheckpointError: when keep_last or keep_every is not a positive whole number.
     """
 
-    def __init__(self, directory: Path, keep_last: int | None = 3) -> None:
-        if keep_last is not None and (type(keep_last) is not int or keep_last < 1):
-            raise CheckpointError(f"got keep_last={keep_last!r}", "it is 1 or more, or None to keep all", "pass 3")
-        self.directory, self._keep_last = Path(directory), keep_last
+    def __init__(
+        self,
+        directory: Path,
+        keep_last: int | None = 3,
+        *,
+        keep_every: int | None = None,
+        best_is: str = "max",
+        token: str | None = None,
+    ) -> None:
+        self.directory = Path(directory)
+        self._retention = Retention(keep_last=keep_last, keep_every=keep_every, best_is=best_is)
+        self._token = token or f"{os.getpid()}"
+        self._metrics: dict[int, float | None] = {}
 
     def path(self, step: int) -> Path:
         """Where the checkpoint of `step` is."""
@@ -127,56 +143,76 @@ class Store:
                     continue
                 found = verify(path)
                 if not found:
-                    return Checkpoint.open(path)
+                    return dataclasses.replace(Checkpoint.open(path), verified=True)
                 report(f"CHECKPOINT DAMAGED: {path}: {'; '.join(found)}; trying the one before it")
         return None
 
     def save(self, step: int, state: Mapping[str, Any], meta: Mapping[str, Any]) -> Path:
-        """Write, sync and verify a checkpoint, then delete the oldest beyond `keep_last`; its path.
+        """Write, sync and verify a checkpoint, then delete what is not to be kept; its path.
 
         Args:
             step: windows finished; a checkpoint of the same step is replaced.
             state: nested state, as `tree.flatten` takes it.
-            meta: JSON for the manifest.
+            meta: JSON for the manifest; its "metric" is what the best is judged by.
 
         Raises:
             CheckpointError: for a state that cannot be held, or files that cannot be written; earlier ones stay whole.
         """
-        if type(step) is not int or step < 0:
-            raise CheckpointError(f"got step={step!r}", "a step is a whole number from 0", "pass the windows finished")
-        tree, tensors = flatten(dict(state))
-        final = self.path(step)
-        temporary = self.directory / f".tmp-{final.name}-{os.getpid()}"
+        manifest, tensors = draft(step, state, meta)
+        snapshot = HostBuffer().take(tensors)
+        with self.writing(step) as temporary:
+            files = {TENSORS: write_snapshot(temporary / TENSORS, snapshot)}
+            return self.commit(temporary, dataclasses.replace(manifest, files=files))
+
+    def temporary(self, step: int) -> Path:
+        """Where the checkpoint of `step` is while it is written."""
+        return self.directory / f".tmp-{self.path(step).name}-{self._token}"
+
+    @contextlib.contextmanager
+    def writing(self, step: int, shared: bool = False) -> Iterator[Path]:
+        """Make room and a temporary directory, which is gone afterwards unless `commit` has given it its name.
+
+        Args:
+            step: of the checkpoint.
+            shared: other processes write into the directory too, and may have made it already.
+
+        Raises:
+            CheckpointError: in place of an OSError, with the file and its cause.
+        """
+        temporary = self.temporary(step)
         try:
-            self._make_room()
-            temporary.mkdir()
-            _write(temporary, step, tree, tensors, dict(meta))
-            if found := verify(temporary):
-                raise CheckpointError(
-                    f"{temporary} does not read back as written: {'; '.join(found)}",
-                    "the checkpoints before it are untouched",
-                    "check the disk",
-                )
-            self._put_in_place(temporary, step)
-        except OSError as e:
-            raise CheckpointError(
-                f"the checkpoint of step {step} could not be written: {e.filename or temporary}: {e.strerror or e}",
-                "the checkpoints before it are untouched",
-                "free space or check permissions, then save again",
-            ) from e
+            with naming_the_step(step, temporary):
+                self._make_room(temporary)
+                if not shared:
+                    shutil.rmtree(temporary, ignore_errors=True)
+                temporary.mkdir(exist_ok=shared)
+                yield temporary
         finally:
             shutil.rmtree(temporary, ignore_errors=True)  # renamed away when all went well
-        self._retire(step)
-        return final
 
-    def _make_room(self) -> None:
-        """Make the directory; remove what writers that are dead now left in it."""
+    def commit(self, temporary: Path, manifest: Manifest) -> Path:
+        """Make what is in `temporary`, which others have verified, the checkpoint that `manifest` describes; its path.
+
+        Raises:
+            OSError: as in `writing`.
+            CheckpointError: when the manifest does not read back as written.
+        """
+        write_file(temporary / _MANIFEST, [manifest.to_text().encode("ascii")])
+        sync(temporary)
+        Checkpoint.open(temporary)  # reads it back and checks its digest
+        self._put_in_place(temporary, manifest.step)
+        self._metrics.pop(manifest.step, None)
+        self._retire(manifest.step)
+        return self.path(manifest.step)
+
+    def _make_room(self, temporary: Path) -> None:
+        """Make the directory; remove what writers that are dead now left."""
         if not self.directory.is_dir():
             self.directory.mkdir(parents=True, exist_ok=True)
             sync(self.directory.parent)
         for left in self.directory.glob(".tmp-*"):
             writer = _LEFT.fullmatch(left.name)
-            if writer and not _is_another_process(int(writer[1])):
+            if writer and left != temporary and not _is_another_process(int(writer[1])):
                 shutil.rmtree(left, ignore_errors=True)
 
     def _put_in_place(self, temporary: Path, step: int) -> None:
@@ -190,13 +226,54 @@ class Store:
         _remove(old)
 
     def _retire(self, saved: int) -> None:
-        """Delete the oldest. Later steps than `saved` (of a run that went back) do not count: this one must stay."""
-        if self._keep_last is None:
-            return
-        for step in [step for step in self.steps() if step <= saved][: -self._keep_last]:
+        for step in self._retention.doomed(self.steps(), saved, self._metric):
             for path in self._versions(step):
                 with contextlib.suppress(OSError):  # the new checkpoint is safe; the next save tries again
                     _remove(path)
+
+    def _metric(self, step: int) -> float | None:
+        """What the checkpoint of `step` was saved with."""
+        if step not in self._metrics:
+            self._metrics[step] = None
+            with contextlib.suppress(CheckpointError):
+                metric = Checkpoint.open(self.path(step)).manifest.meta.get("metric")
+                self._metrics[step] = metric if isinstance(metric, int | float) else None
+        return self._metrics[step]
+
+
+def draft(step: int, state: Mapping[str, Any], meta: Mapping[str, Any]) -> tuple[Manifest, dict[str, torch.Tensor]]:
+    """A checkpoint's manifest but for its files, and the distinct tensors that go into them, not copied.
+
+    Raises:
+        CheckpointError: for what a checkpoint cannot hold.
+    """
+    if type(step) is not int or step < 0:
+        raise CheckpointError(f"got step={step!r}", "a step is a whole number from 0", "pass the windows finished")
+    tree, tensors = flatten(dict(state))
+    tensors, aliases = distinct(tensors)
+    manifest = Manifest(
+        step=step,
+        created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        versions={"samestep": samestep.__version__, "torch": str(torch.__version__)},
+        meta=plain_json(dict(meta)),
+        state=tree,
+        aliases=aliases,
+        files={},
+    )
+    return manifest, tensors
+
+
+@contextlib.contextmanager
+def naming_the_step(step: int, where: Path) -> Iterator[None]:
+    """An OSError as a CheckpointError that names the step, the file and the cause."""
+    try:
+        yield
+    except OSError as e:
+        raise CheckpointError(
+            f"the checkpoint of step {step} could not be written: {e.filename or where}: {e.strerror or e}",
+            "the checkpoints before it are untouched",
+            "free space or check permissions, then save again",
+        ) from e
 
 
 def _remove(path: Path) -> None:
@@ -215,82 +292,6 @@ def _is_another_process(pid: int) -> bool:
     except PermissionError:
         return True
     return pid != os.getpid()
-
-
-def _write(directory: Path, step: int, tree: Any, tensors: dict[str, torch.Tensor], meta: dict[str, Any]) -> None:
-    """Fill `directory`; the manifest last."""
-    first: dict[Any, str] = {}
-    aliases: dict[str, str] = {}
-    for name, tensor in tensors.items():
-        place = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), tensor.device)
-        kept = first.setdefault(place if tensor.numel() else name, name)
-        if kept != name:
-            aliases[name] = kept
-    distinct = {name: tensor for name, tensor in tensors.items() if name not in aliases}
-    manifest = Manifest(
-        step=step,
-        created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        versions={"samestep": samestep.__version__, "torch": str(torch.__version__)},
-        meta=meta,
-        state=tree,
-        aliases=aliases,
-        files={_TENSORS: write_file(directory / _TENSORS, _safetensors(distinct))},
-    )
-    write_file(directory / _MANIFEST, [manifest.to_text().encode("ascii")])
-    sync(directory)
-
-
-def _safetensors(tensors: dict[str, torch.Tensor]) -> Iterator[Any]:
-    """The bytes of a safetensors file, a tensor at a time.
-
-    Not the package's own writers: one holds the whole file in memory twice, the other writes through a memory mapping,
-    where a full disk is a bus error and not an exception.
-    """
-    names = sorted(tensors, key=lambda name: -tensors[name].element_size())  # so that each is aligned
-    header: dict[str, Any] = {}
-    end = 0
-    for name in names:
-        tensor = tensors[name]
-        begin, end = end, end + tensor.numel() * tensor.element_size()
-        header[name] = {"dtype": STORED_DTYPES[tensor.dtype], "shape": [*tensor.shape], "data_offsets": [begin, end]}
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    yield struct.pack("<Q", len(text)) + text
-    for name in names:
-        yield as_bytes(tensors[name]).cpu().numpy().data
-
-
-def write_file(path: Path, chunks: Any) -> dict[str, Any]:
-    """Write and sync a new file; its size and digest, of what was to be written and not of what the disk gives back.
-
-    Args:
-        path: the file.
-        chunks: an iterable of bytes-like objects.
-
-    Raises:
-        OSError: with the file's name.
-    """
-    digest, size = hashlib.sha256(), 0
-    try:
-        with path.open("wb") as file:
-            for chunk in chunks:
-                file.write(chunk)
-                digest.update(chunk)
-                size += len(chunk)
-            file.flush()
-            os.fsync(file.fileno())
-    except OSError as e:
-        raise OSError(e.errno, e.strerror, str(path)) from e
-    return {"bytes": size, "sha256": digest.hexdigest()}
-
-
-def sync(path: Path) -> None:
-    """Have the entries of a directory on the disk before going on."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def verify(path: Path) -> list[str]:
