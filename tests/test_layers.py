@@ -26,7 +26,7 @@ ALLOWED = {
     "optim": {"precision"},
     "distributed": set(),
     "checkpoint": {"samestep"},
-    "monitor": {"distributed"},
+    "monitor": {"distributed", "samestep"},
     "tasks": set(),
     "train": {"checkpoint", "config", "data", "distributed", "monitor", "optim", "precision", "rng", "tasks"},
     "testing": {"verify"},

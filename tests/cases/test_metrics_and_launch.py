@@ -1,4 +1,4 @@
-"""Cases C35, C36 (without TensorBoard), C38-C41: numbers on the screen, and starting and ending."""
+"""Cases C35, C36, C38-C41: numbers on the screen, and starting and ending."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import torch
 import samestep
 from samestep.testing import RanksFailed, run_ranks
 from tests.cases.helpers import Weight, quiet_run
+from tests.monitor.test_sinks import points
 
 
 def test_c35_throughput_is_all_samples_over_all_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -50,7 +51,7 @@ def c36(directory: str) -> tuple[str, str]:
 
 
 def _c36(directory: str) -> None:
-    with samestep.Run(directory, precision="fp32", log_every=1) as run:
+    with samestep.Run(directory, precision="fp32", log_every=1, sinks=["tensorboard"]) as run:
         net = Weight()
         model, _ = run.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
         for window in run.loader(torch.ones(10), batch_size=2):
@@ -62,14 +63,17 @@ def _c36(directory: str) -> None:
 
 
 def test_c36_one_rank_writes_and_prints(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
     (out, err), other = run_ranks(c36, 2, str(tmp_path))
     assert other == ("", "")
     assert out == "hello\n"
     assert sum("window" in line for line in err.splitlines()) == 5
-    assert sorted(path.name for path in tmp_path.iterdir()) == [".lock", "ledger.jsonl"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".lock", "ledger.jsonl", "tensorboard"]
     lines = [json.loads(line) for line in (tmp_path / "ledger.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines if line["kind"] == "window"] == [1, 2, 3, 4, 5]
     assert [line["answer"] for line in lines if line["kind"] == "log"] == [42.0]
+    (_,) = (tmp_path / "tensorboard").iterdir()
+    assert [step for step, _ in points(tmp_path / "tensorboard", "loss")] == [1, 2, 3, 4, 5]
 
 
 def c40(directory: str, seconds: float, fail: bool) -> float:
